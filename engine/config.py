@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from engine.errors import EngineError
@@ -256,3 +256,132 @@ def preset(name: str) -> ModelConfig:
 def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
     """The same shape with another depth (tests and benchmarks)."""
     return replace(config, num_layers=layers)
+
+
+DTYPES = {  # accepted spelling -> torch dtype name; "auto" is the checkpoint's on a card, float32 on the CPU
+    "auto": "auto",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+}
+
+
+def parse_count(text: str | int) -> int:
+    """A whole number as people write it: 32768, 32k (1000), 32K (1024), 1.5M. Raises EngineError."""
+    text = str(text).strip()
+    scale = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+    unit = scale.get(text[-1:], 1)
+    try:
+        value = float(text[:-1]) * unit if unit > 1 else int(text)
+    except ValueError:
+        raise EngineError(f"{text!r} is not a whole number such as 32768, 32k or 32K") from None
+    if value != int(value):
+        raise EngineError(f"{text!r} is {value}, not a whole number")
+    return int(value)
+
+
+def _option(default, help: str, *, flags: tuple[str, ...] = (), **extra):
+    """A field from which the command lines are generated: help text, further spellings of the flag."""
+    return field(default=default, metadata={"help": help, "flags": flags, **extra})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one engine is deployed. Raises EngineError for a value that can never work, naming field and flag."""
+
+    model: str | None = _option(
+        None,
+        "Hugging Face model directory or hub id; a preset such as qwen2.5-7b with --load-format "
+        "dummy; default: the demo model",
+        flags=("--model-path", "-m"),
+    )
+    tokenizer: str | None = _option(
+        None, "directory of the tokenizer, if not the model's", flags=("--tokenizer-path",)
+    )
+    tensor_parallel_size: int = _option(
+        1, "GPUs that one model is split over", flags=("-tp", "--tp", "--tp-size", "--tp_size")
+    )
+    dtype: str = _option(
+        "auto", "type of weights and activations", choices=tuple(DTYPES), metavar="DTYPE"
+    )
+    quantization: str | None = _option(
+        None,
+        "fp8: e4m3 weights with one scale per output channel, 16-bit activations",
+        flags=("-q", "--model-format"),
+        choices=("fp8",),
+    )
+    load_format: str = _option(
+        "auto",
+        "dummy: seeded random weights made on the device",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    device: str = _option("auto", "auto takes CUDA if it is there", choices=("auto", "cpu", "cuda"))
+    max_model_len: int | None = _option(
+        None,
+        "longest prompt + answer in tokens; default: the model's own limit or what memory holds",
+        flags=(
+            "--context-length",
+            "--session-len",
+            "--max_seq_len",
+            "--max-seq-len-override",
+            "-c",
+        ),
+        metavar="N|32k",
+    )
+    max_num_seqs: int = _option(
+        8,
+        "requests in flight at once (KV slots), 1 to 8",
+        flags=("--max-running-requests", "--max_batch_size"),
+    )
+    # The share is of TOTAL memory. Flags of other engines that mean a share of FREE memory are
+    # not accepted as aliases.
+    gpu_memory_utilization: float = _option(
+        0.9,
+        "share of each GPU's total memory that the engine may use",
+        flags=("--mem-fraction-static", "--memory-ratio"),
+    )
+    seed: int = _option(
+        0, "seed of dummy weights and of sampling without its own seed", flags=("--random-seed",)
+    )
+    enforce_eager: bool = _option(
+        False,
+        "launch kernels one by one instead of CUDA graphs (for debugging)",
+        flags=("--disable-cuda-graph",),
+    )
+    shard_of: int | None = _option(
+        None,
+        "give each rank the shard shapes of this TP degree (benchmarks on fewer GPUs; dummy only)",
+        choices=(2, 4, 8),
+    )
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, value: object, what: str) -> None:
+            flag = "--" + name.replace("_", "-")
+            raise EngineError(f"{name}={value!r} {what}; set {flag}")
+
+        for name, low, high in (
+            ("tensor_parallel_size", TP_DEGREES[0], TP_DEGREES[-1]),
+            ("max_num_seqs", 1, 8),
+            ("max_model_len", 1, 2**31 - 1),
+            ("seed", 0, 2**31 - 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "max_model_len":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                refuse(name, value, f"is not a whole number from {low} to {high}")
+        for f in fields(self):
+            value, choices = getattr(self, f.name), f.metadata.get("choices")
+            if choices and value not in choices and not (value is None and f.default is None):
+                refuse(f.name, value, f"is not one of {', '.join(map(str, choices))}")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            refuse("gpu_memory_utilization", share, "is not a share in (0, 1]")
+        if self.shard_of and self.load_format != "dummy":
+            refuse("shard_of", self.shard_of, "works with load_format='dummy' only")
+        object.__setattr__(self, "dtype", DTYPES[self.dtype])
