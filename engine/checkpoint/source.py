@@ -1,0 +1,244 @@
+"""Where weights come from: one rank's slice of one HF tensor at a time.
+
+`CheckpointSource` maps the files and copies only the slice; `DummySource` makes random weights that are
+the same for every TP degree and every device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
+from engine.config import ModelConfig
+from engine.errors import CheckpointError
+from engine.weights import Part, WeightSpec
+
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+STAGING_BYTES = 32 << 20  # one of two pinned buffers per loading thread
+
+
+class WeightSource(Protocol):
+    """Reads one rank's slice of one part, layout applied. Safe to call from several threads."""
+
+    def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
+        """[local shape of the part] on `device`, in the source's own dtype. Indices past the end of
+        the HF tensor are zeros. May be a view of mapped memory: do not write to it."""
+        ...
+
+
+def local_range(part: Part, rank: int) -> tuple[int, int]:
+    """(start, stop) along part.axis that exists in the HF tensor; start = stop if none does."""
+    if part.axis is None:
+        return 0, part.shape[0]
+    size = part.shape[part.axis]
+    start, stop = part.ranges[rank]
+    return min(start, size), min(stop, size)
+
+
+def padding(part: Part, rank: int) -> int:
+    """Indices of this rank's range that lie past the end of the HF tensor."""
+    if part.axis is None:
+        return 0
+    start, stop = part.ranges[rank]
+    have_start, have_stop = local_range(part, rank)
+    return (stop - start) - (have_stop - have_start)
+
+
+def apply_layout(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """`rope_pairs`: rows (0, d/2, 1, d/2+1, ...) of each head of d rows; weight [heads*d, K] or bias."""
+    if part.layout == "natural":
+        return tensor
+    rows, d = tensor.shape[0], part.head_dim
+    heads = tensor.reshape(rows // d, 2, d // 2, *tensor.shape[1:])
+    return heads.transpose(1, 2).reshape(tensor.shape)
+
+
+def _pad(tensor: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
+    count = padding(part, rank)
+    if not count:
+        return tensor
+    assert part.axis is not None
+    shape = list(tensor.shape)
+    shape[part.axis] = count
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=part.axis)
+
+
+class CheckpointSource:
+    """A Hugging Face directory. Files are mapped once; a read touches only the slice's pages."""
+
+    def __init__(self, checkpoint: str | Path | CheckpointIndex):
+        """Raises CheckpointError for whatever `open_checkpoint` finds."""
+        if not isinstance(checkpoint, CheckpointIndex):
+            checkpoint = open_checkpoint(checkpoint)
+        self.index = checkpoint
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+        self._staging = threading.local()
+
+    def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
+        """See WeightSource. Raises CheckpointError if the tensor is absent or of another shape."""
+        info = self.index.tensors.get(part.name)
+        if info is None or info.shape != part.shape:
+            found = "no such tensor" if info is None else f"shape {list(info.shape)}"
+            raise CheckpointError(
+                f"{self.index.directory}: {part.name}: {found}, wanted {list(part.shape)}"
+            )
+        whole = self._view(info)
+        start, stop = local_range(part, rank)
+        piece = whole if part.axis is None else whole.narrow(part.axis, start, stop - start)
+        piece = self._to_device(piece, torch.device(device))
+        return _pad(apply_layout(piece, part), part, rank)
+
+    def check_tied(self, specs: Iterable[WeightSpec]) -> None:
+        """A checkpoint of tied embeddings may carry an lm_head.weight that no spec asks for; if it is
+        not the embedding (64 rows compared), tying would change the model: CheckpointError."""
+        names = {part.name for spec in specs for part in spec.parts}
+        head = self.index.tensors.get("lm_head.weight")
+        table = self.index.tensors.get("model.embed_tokens.weight")
+        if head is None or table is None or head.name in names:
+            return
+        same = head.shape == table.shape and head.dtype == table.dtype
+        if same:
+            step = max(1, head.shape[0] // 64)
+            same = torch.equal(self._view(head)[::step], self._view(table)[::step])
+        if not same:
+            raise CheckpointError(
+                f"{self.index.directory}: config.json ties the embeddings, but lm_head.weight is not "
+                'model.embed_tokens.weight; set "tie_word_embeddings": false to use it'
+            )
+
+    def _view(self, info: TensorInfo) -> torch.Tensor:
+        """The whole tensor as a view of the mapped file: no bytes are read yet."""
+        dtype = TORCH_DTYPES[info.dtype]
+        if not info.nbytes:
+            return torch.empty(info.shape, dtype=dtype)
+        with self._lock:
+            mapped = self._maps.get(info.file)
+            if mapped is None:
+                with info.file.open("rb") as f:
+                    # A private mapping is writable, which keeps torch from warning about a
+                    # read-only buffer; nothing is ever written.
+                    mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._maps[info.file] = mapped
+        count = math.prod(info.shape)
+        flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.offset)
+        return flat.view(info.shape)
+
+    def _to_device(self, piece: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """CPU: the view itself. CUDA: through two pinned buffers of this thread, so that the copy out
+        of the page cache of one chunk overlaps the transfer of the chunk before it."""
+        if device.type != "cuda":
+            return piece.to(device)
+        out = torch.empty(piece.shape, dtype=piece.dtype, device=device)
+        if not piece.numel():
+            return out
+        row_bytes = piece[0].numel() * piece.element_size()
+        rows = max(1, STAGING_BYTES // row_bytes)
+        buffers = self._pinned(max(row_bytes, STAGING_BYTES))
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream()
+            events = [torch.cuda.Event(), torch.cuda.Event()]
+            for turn, first in enumerate(range(0, piece.shape[0], rows)):
+                chunk, slot = piece[first : first + rows], turn % 2
+                # The transfer out of this buffer has ended (at once for an event not yet recorded).
+                events[slot].synchronize()
+                staged = buffers[slot][: chunk.numel() * chunk.element_size()]
+                staged = staged.view(piece.dtype).view(chunk.shape)
+                staged.copy_(chunk)
+                out[first : first + rows].copy_(staged, non_blocking=True)
+                events[slot].record(stream)
+            for event in events:
+                event.synchronize()
+        return out
+
+    def _pinned(self, nbytes: int) -> list[torch.Tensor]:
+        buffers = getattr(self._staging, "buffers", None)
+        if buffers is None or buffers[0].numel() < nbytes:
+            buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._staging.buffers = buffers
+        return buffers
+
+
+class DummySource:
+    """Random weights for benchmarks and tests: finite over any depth, quick to make, reproducible.
+
+    Row i of a tensor is a window of one pool of normal numbers, at an offset drawn from
+    (seed, name, i): so any slice of any TP degree is exactly the slice of the same whole tensor, CPU
+    and CUDA agree, and making a slice costs one gather out of a pool that stays in the L2 cache.
+    Scales: a linear has std 1/sqrt(fan in), o_proj and down_proj another 1/sqrt(2 * layers), so that
+    the residual stream grows by at most a factor of about sqrt(2) over all layers; norm weights are
+    1 +- 0.05, biases +- 0.05; embeddings 1, or 1/sqrt(hidden) when they are also the lm_head.
+    """
+
+    POOL = 1 << 20  # distinct windows
+
+    def __init__(self, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16):
+        self.config, self.seed, self.dtype = config, seed, dtype
+        width = max(
+            config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+        )
+        generator = torch.Generator().manual_seed(seed)
+        # A vector (norm, bias) is one window: no longer than the widest row.
+        self._normal = torch.randn(self.POOL + width, generator=generator)
+        self._pools: dict[tuple[float, float, torch.device], torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
+        """See WeightSource; dtype is the one given to the constructor."""
+        pool = self._pool(*self._mean_std(part), torch.device(device))
+        start, stop = local_range(part, rank)
+        if len(part.shape) == 1:
+            first = int(self._offsets(part.name, 1)[0])
+            piece = pool[first + start : first + stop]
+        else:
+            rows, cols = part.shape
+            offsets = self._offsets(part.name, rows)
+            if part.axis == 0:
+                offsets = offsets[start:stop]
+            elif part.axis == 1:
+                offsets, cols = offsets + start, stop - start
+            windows = pool.unfold(0, cols, 1)  # [POOL + width - cols + 1, cols], a view
+            piece = windows.index_select(0, offsets.to(pool.device))
+        return _pad(apply_layout(piece, part), part, rank)
+
+    def _mean_std(self, part: Part) -> tuple[float, float]:
+        name, fan_in = part.name, part.shape[-1]
+        if name.endswith("norm.weight"):
+            return 1.0, 0.05
+        if len(part.shape) == 1:
+            return 0.0, 0.05
+        if name.endswith("embed_tokens.weight") and not self.config.tie_word_embeddings:
+            return 0.0, 1.0
+        depth = (
+            2 * self.config.num_layers
+            if name.endswith(("o_proj.weight", "down_proj.weight"))
+            else 1
+        )
+        return 0.0, 1.0 / math.sqrt(fan_in * depth)
+
+    def _offsets(self, name: str, rows: int) -> torch.Tensor:
+        """int64 [rows]: the first pool index of each row of the whole tensor."""
+        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        return torch.randint(0, self.POOL, (rows,), generator=generator)
+
+    def _pool(self, mean: float, std: float, device: torch.device) -> torch.Tensor:
+        key = (mean, std, device)
+        with self._lock:
+            if key not in self._pools:
+                # Rounded to the dtype here and not on the device: the same bits everywhere.
+                self._pools[key] = (self._normal * std + mean).to(self.dtype).to(device)
+            return self._pools[key]
