@@ -1,7 +1,8 @@
 """Makes Triton's interpreter round fp32 -> bf16 as the GPU does.
 
-Triton 3.6 truncates there (`_convert_float` with no rounding mode); `cvt.rn.bf16.f32` rounds to nearest even. Call
-`prepare()` before the first kernel module is imported; the conftest does, and so do the rank processes.
+Triton 3.6 truncates there (`_convert_float` with no rounding mode); `cvt.rn.bf16.f32` rounds to
+nearest even. Call `prepare()` before the first kernel module is imported: the conftest does, and so
+do the rank processes.
 """
 
 from __future__ import annotations
