@@ -1,0 +1,39 @@
+"""Latency-first tensor-parallel LLM inference: a small graph compiler over Triton kernels.
+
+`from engine import LLM, SamplingParams` is the whole public API. Names load on first use, so that
+`import engine` pulls in neither torch nor a tokenizer and command lines answer at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
+    from engine.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "engine.llm",
+    "SamplingParams": "engine.sampling",
+    "RequestOutput": "engine.outputs",
+    "CompletionOutput": "engine.outputs",
+    "Logprob": "engine.outputs",
+    "Delta": "engine.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "Delta", "Logprob", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

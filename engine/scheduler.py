@@ -1,0 +1,196 @@
+"""Continuous batching at small scale: requests join and leave the decode batch between steps.
+
+The device feeds its own tokens back, so steps can be queued before their tokens are known. The host
+runs up to `executor.max_in_flight` steps ahead of the oldest unread one and reads tokens in order;
+tokens that arrive for a request after its end are dropped. A slot is reused at once: the prefill
+that takes it over is queued behind the steps that still belong to its last owner.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from engine.errors import DeviceError
+from engine.outputs import Delta, Logprob, top_logprobs
+from engine.request import Request
+
+if TYPE_CHECKING:
+    import torch
+
+_LOGPROB_ROWS = 128  # prompt positions ranked at a time: fp64 [128, 152064] is 156 MB
+
+
+class Executor(Protocol):
+    """What the scheduler drives; engine/runtime/executor.py says what each call promises."""
+
+    num_slots: int
+    max_model_len: int
+    max_in_flight: int
+
+    def prefill(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        start: int = 0,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> int: ...
+    def decode(self, slots: Sequence[int]) -> int: ...
+    def read(self, step: int) -> list[int]: ...
+    def logits(self, step: int) -> torch.Tensor: ...
+    def prompt_logits(self, slot: int, token_ids: Sequence[int]) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A queued step: its handle and the request of each row."""
+
+    handle: int
+    rows: tuple[Request, ...]
+
+
+class Scheduler:
+    """Requests in, (request, delta) pairs out. Single-threaded: one caller turns step()."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}  # slot -> request
+        self._free = list(range(executor.num_slots))  # heap: the lowest slot first
+        self._steps: deque[_Step] = deque()  # queued and unread, oldest first
+        self._failure: DeviceError | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request waits or runs."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; it starts when a slot is free, in the order of add()."""
+        if self._failure is not None:
+            raise DeviceError(f"the engine stopped after a device failure: {self._failure}")
+        self._waiting.append(request)
+
+    def step(self) -> list[tuple[Request, Delta]]:
+        """Queue what may be queued, read the oldest step, and return what its tokens made certain."""
+        try:
+            self._launch()
+            if not self._steps:
+                return []
+            step = self._steps[0]
+            tokens = self._executor.read(step.handle)
+            self._steps.popleft()
+            entries = self._logprobs(step, tokens)
+        except DeviceError as e:
+            self._failure = e
+            self.abort_all()
+            self._steps.clear()
+            raise
+        updates = []
+        for request, token, entry in zip(step.rows, tokens, entries, strict=True):
+            if request.finished:
+                continue
+            delta = request.accept(token, entry)
+            updates.append((request, delta))
+            if request.finished:
+                self._release(request)
+        return updates
+
+    def abort(self, request: Request) -> Delta | None:
+        """End a request wherever it is; None if it had ended. Its queued tokens will be dropped."""
+        if request.finished:
+            return None
+        delta = request.abort()
+        if request.slot is not None:
+            self._release(request)
+        else:
+            self._waiting.remove(request)
+        return delta
+
+    def abort_all(self) -> None:
+        for request in [*self._running.values(), *self._waiting]:
+            self.abort(request)
+
+    def _release(self, request: Request) -> None:
+        assert request.slot is not None
+        del self._running[request.slot]
+        heapq.heappush(self._free, request.slot)
+        request.slot = None
+
+    def _launch(self) -> None:
+        """Fill the queue: prefills of waiting requests first, then decode steps of all that run."""
+        while len(self._steps) <= self._ahead():
+            if self._waiting and self._free:
+                self._prefill(self._waiting.popleft())
+                continue
+            # A request whose last token is queued already takes no part, so no step runs past
+            # max_tokens, nor past the context.
+            slots = [s for s, r in sorted(self._running.items()) if r.queued < r.max_tokens]
+            if not slots:
+                return
+            handle = self._executor.decode(slots)
+            rows = tuple(self._running[s] for s in slots)
+            for request in rows:
+                request.queued += 1
+            self._steps.append(_Step(handle, rows))
+
+    def _ahead(self) -> int:
+        """Steps that may be queued beyond the oldest unread one.
+
+        None while a request needs logits: they are those of the last step that ran.
+        """
+        next_up = [self._waiting[0]] if self._waiting and self._free else []
+        if any(r.params.needs_logits for r in [*self._running.values(), *next_up]):
+            return 0
+        return self._executor.max_in_flight
+
+    def _prefill(self, request: Request) -> None:
+        slot = heapq.heappop(self._free)
+        request.slot = slot
+        self._running[slot] = request
+        request.launched()
+        params, ids = request.params, request.prompt_token_ids
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = self._prompt_logprobs(request, slot)
+        handle = self._executor.prefill(
+            slot, ids, temperature=params.temperature, seed=request.seed
+        )
+        request.queued = 1
+        self._steps.append(_Step(handle, (request,)))
+
+    def _prompt_logprobs(self, request: Request, slot: int) -> list[dict[int, Logprob] | None]:
+        ids = request.prompt_token_ids
+        k = request.params.prompt_logprobs
+        assert k is not None
+        entries: list[dict[int, Logprob] | None] = [None]  # nothing predicts the first token
+        if len(ids) > 1:
+            logits = self._executor.prompt_logits(slot, ids)  # [len, vocab]
+            for i in range(0, len(ids) - 1, _LOGPROB_ROWS):
+                chosen = ids[i + 1 : i + 1 + _LOGPROB_ROWS]
+                rows = logits[i : i + len(chosen)]
+                entries += top_logprobs(rows, chosen, k, request.decode_token)
+        return entries
+
+    def _logprobs(self, step: _Step, tokens: list[int]) -> list[dict[int, Logprob] | None]:
+        """One entry per row; None for rows that did not ask."""
+        entries: list[dict[int, Logprob] | None] = [None] * len(tokens)
+        wanted = [
+            i for i, r in enumerate(step.rows) if r.params.logprobs is not None and not r.finished
+        ]
+        if wanted:
+            logits = self._executor.logits(step.handle)  # [rows, vocab]
+            for i in wanted:
+                request = step.rows[i]
+                k = request.params.logprobs or 0
+                row = logits[i : i + 1]
+                entries[i] = top_logprobs(row, [tokens[i]], k, request.decode_token)[0]
+        return entries
