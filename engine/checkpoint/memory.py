@@ -179,12 +179,15 @@ def _remedies(
         found.append(f"--max-num-seqs {fewer}")
     if found:
         return found
-    pairs = [] if quantization else [(n, "fp8", f"--tp {n} --quantization fp8") for n in wider]
-    for n, q, flags in pairs:
+    fp8: list[tuple[int, str | None, str]] = []  # (TP degree, quantisation, the flags that say so)
+    if quantization is None:
+        fp8 = [(n, "fp8", f"--tp {n} --quantization fp8") for n in wider]
+    for n, q, flags in fp8:
         if table(n, q, context).fits:
             return [flags]
-    alone = [] if quantization else [(tp, "fp8", "--quantization fp8")]
-    for n, q, flags in alone + [(n, quantization, f"--tp {n}") for n in wider] + pairs:
+    if quantization is None:
+        fp8.insert(0, (tp, "fp8", "--quantization fp8"))
+    for n, q, flags in [(n, quantization, f"--tp {n}") for n in wider] + fp8:
         shorter = _round_down(table(n, q, context).largest_context)
         if shorter:
             return [f"{flags} --max-model-len {shorter}"]

@@ -1,0 +1,108 @@
+"""Small checkpoints and the weight specs that ask for them, made on the fly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from engine.config import ModelConfig, from_dir
+from engine.weights import Part, WeightSpec
+
+# Odd on purpose: groups of 7 query heads, an MLP that is no multiple of 128, a vocabulary that no TP
+# degree's shards divide.
+SHAPE = dict(
+    vocab_size=203,
+    hidden_size=112,
+    intermediate_size=200,
+    num_hidden_layers=2,
+    num_attention_heads=56,
+    num_key_value_heads=8,
+    head_dim=16,
+    max_position_embeddings=128,
+)
+
+
+def save_model(
+    directory: Path, kind: str = "qwen2", tied: bool = False, shard_size: str = "5GB", **shape
+) -> Path:
+    """A random fp32 model written by transformers' save_pretrained; every tensor non-trivial."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config_type, model_type = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[kind]
+    model = model_type(config_type(**{**SHAPE, **shape}, tie_word_embeddings=tied))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    return directory
+
+
+def specs_of(directory: Path, tp: int = 1) -> dict[str, WeightSpec]:
+    """The specs that the compiled graph of a directory's model asks for: q, k, v stacked with rows in
+    RoPE pairs, gate and up interleaved, o and down split along K, lm_head split over the vocabulary."""
+    return specs_for(from_dir(directory), tp)
+
+
+def specs_for(c: ModelConfig, tp: int) -> dict[str, WeightSpec]:
+    """As `specs_of`, from a config."""
+    shard = c.shard(tp)
+    h, d = c.hidden_size, c.head_dim
+
+    def cut(n: int) -> tuple[tuple[int, int], ...]:
+        return tuple((r * n, (r + 1) * n) for r in range(tp))
+
+    kv = shard.num_kv_heads * d
+    kv_cut = tuple(
+        (c.kv_head_of_rank(r, tp) * d, c.kv_head_of_rank(r, tp) * d + kv) for r in range(tp)
+    )
+    q_cut = cut(shard.num_heads * d)
+    specs = [WeightSpec("embed", (Part("model.embed_tokens.weight", (c.vocab_size, h), None, ()),))]
+    for i in range(c.num_layers):
+        p = f"model.layers.{i}"
+        heads = (
+            ("q", c.num_heads, q_cut, "rope_pairs"),
+            ("k", c.num_kv_heads, kv_cut, "rope_pairs"),
+            ("v", c.num_kv_heads, kv_cut, "natural"),
+        )
+        for suffix, tail in (("weight", (h,)), ("bias", ())):
+            if suffix == "bias" and not c.attention_bias:
+                continue
+            parts = tuple(
+                Part(f"{p}.self_attn.{n}_proj.{suffix}", (count * d, *tail), 0, ranges, layout, d)
+                for n, count, ranges, layout in heads
+            )
+            specs.append(WeightSpec(f"{i}.qkv.{suffix}", parts, quantizable=suffix == "weight"))
+        o = Part(f"{p}.self_attn.o_proj.weight", (h, c.num_heads * d), 1, q_cut)
+        inter, inter_cut = c.intermediate_size, cut(shard.intermediate_size)
+        gate_up = tuple(
+            Part(f"{p}.mlp.{n}_proj.weight", (inter, h), 0, inter_cut) for n in ("gate", "up")
+        )
+        down = Part(f"{p}.mlp.down_proj.weight", (h, inter), 1, inter_cut)
+        specs += [
+            WeightSpec(f"{i}.o", (o,), quantizable=True),
+            WeightSpec(f"{i}.gate_up", gate_up, "interleave", quantizable=True),
+            WeightSpec(f"{i}.down", (down,), quantizable=True),
+        ]
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            specs.append(WeightSpec(f"{i}.{norm}", (Part(f"{p}.{norm}.weight", (h,), None, ()),)))
+    specs.append(WeightSpec("norm", (Part("model.norm.weight", (h,), None, ()),)))
+    name = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
+    specs.append(WeightSpec("lm_head", (Part(name, (c.vocab_size, h), 0, cut(shard.vocab_size)),)))
+    return {s.name: s for s in specs}
+
+
+def edit_json(file: Path, **changes) -> None:
+    """Set (or, with None, delete) top-level keys of a JSON file."""
+    value = json.loads(file.read_text())
+    for key, change in changes.items():
+        if change is None:
+            value.pop(key, None)
+        else:
+            value[key] = change
+    file.write_text(json.dumps(value))
