@@ -40,6 +40,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool  # biases on q, k, v (Qwen2: yes; never on o_proj)
     eos_token_ids: tuple[int, ...] = ()
+    checkpoint_dtype: str = "bfloat16"  # what --dtype auto means on a card
 
     @property
     def group(self) -> int:
@@ -183,6 +184,7 @@ def from_hf(config: dict, name: str) -> ModelConfig:
         max_position_embeddings=config.get("max_position_embeddings", 2048),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=arch == "Qwen2ForCausalLM",
+        checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else (),
     )
     if result.num_heads % result.num_kv_heads:
@@ -352,6 +354,9 @@ class EngineConfig:
         False,
         "launch kernels one by one instead of CUDA graphs (for debugging)",
         flags=("--disable-cuda-graph",),
+    )
+    virtual_ranks: bool = _option(
+        False, "allow more ranks than GPUs: several share one (correct, not fast)"
     )
     shard_of: int | None = _option(
         None,

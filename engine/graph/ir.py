@@ -1,0 +1,138 @@
+"""The graph: a straight line of ops over values that carry shape, dtype and sharding.
+
+One graph is one step of one phase (a decode step of R rows, or a prefill bucket of T tokens) as EVERY
+rank runs it: shapes are per rank, `sharding` says what the ranks' tensors mean together. Values are in
+single-assignment form except `state`, which lives across steps (KV caches, tokens, positions) and is
+read and written in program order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.weights import WeightSpec
+
+Sharding = Literal["replicated", "sharded", "partial"]
+Dtype = Literal["act", "f32", "i32"]
+Kind = Literal["temp", "weight", "state", "input"]
+Phase = Literal["decode", "prefill"]
+
+# Op kinds and what they mean (x, y: temps; w: weight; shapes per rank):
+OP_KINDS: dict[str, str] = {
+    "embedding": "y[n,H] = table[tokens]",
+    "rmsnorm": "y = x / rms(x) * weight",
+    "linear": "y[n,N] = x[n,K] @ w[N,K]^T (+ bias); attrs norm_eps: x is RMS-normalised with the "
+    "norm weight first; epilogue: store | silu_mul | rope_append | residual | push",
+    "rope": "rotate q or k by position (style half or pairs)",
+    "kv_append": "write k, v at the rows' positions",
+    "rope_append": "split qkv, rotate q and k, append k and v; y = q",
+    "attention": "GQA attention of q over the KV cache; causal",
+    "silu_mul": "y = silu(gate) * up; one input of interleaved pairs, or two",
+    "add": "y = x + residual",
+    "all_reduce": "y = sum of x over the ranks",
+    "push": "send the partial sum into every rank's slot (one-shot all-reduce, first half)",
+    "poll_residual": "y = residual + sum over ranks of the slot (second half)",
+    "gather_row": "y[1,H] = x[length - 1]",
+    "sample": "token = argmax(logits / T + noise) over all vocabulary shards; updates the state",
+    "argmax_partial": "per-program (value, id) maxima of the rank's vocabulary shard",
+    "argmax_push": "send the rank's (value, id) to every rank",
+    "argmax_poll": "pick the winner of all ranks; write token, position and the host ring",
+    "argmax_finish": "the same for one rank, with no exchange",
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the graph. `shape` is per rank; `dtype` "act" is the engine's activation type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype = "act"
+    sharding: Sharding = "replicated"
+    kind: Kind = "temp"
+
+    def __str__(self) -> str:
+        return f"%{self.name}" if self.kind == "temp" else self.name
+
+
+@dataclass(frozen=True)
+class Op:
+    """One step. `stage` names the row of the profile that its time belongs to."""
+
+    kind: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    stage: str
+    layer: int | None = None
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    def input(self, role: str) -> Value:
+        """The input with a named role (attrs["roles"] lists the roles in input order)."""
+        return self.inputs[self.attrs["roles"].index(role)]
+
+    def find(self, role: str) -> Value | None:
+        """As `input`, or None if the op has no such input."""
+        roles = self.attrs["roles"]
+        return self.inputs[roles.index(role)] if role in roles else None
+
+    @property
+    def out(self) -> Value:
+        """The only output."""
+        (value,) = self.outputs
+        return value
+
+
+def make_op(
+    kind: str,
+    outputs: tuple[Value, ...] | Value,
+    stage: str,
+    layer: int | None = None,
+    attrs: dict[str, Any] | None = None,
+    **inputs: Value | None,
+) -> Op:
+    """Op with named inputs; those given as None are left out."""
+    given = {role: value for role, value in inputs.items() if value is not None}
+    outs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return Op(
+        kind, tuple(given.values()), outs, stage, layer, {**(attrs or {}), "roles": tuple(given)}
+    )
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One phase of one model at one TP degree. `weights` maps weight values' names to their specs."""
+
+    phase: Phase
+    rows: int  # decode rows R, or prefill bucket T
+    tp: int
+    model: str
+    ops: tuple[Op, ...]
+    weights: dict[str, WeightSpec]
+    output: Value | None  # logits [rows, V] of this rank, None for a prefill chunk without lm_head
+    passes: tuple[str, ...] = ()
+
+    def consumers(self) -> dict[Value, list[int]]:
+        """Value -> indices of the ops that read it."""
+        uses: dict[Value, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for value in op.inputs:
+                uses.setdefault(value, []).append(i)
+        return uses
+
+    def producers(self) -> dict[Value, int]:
+        """Temp -> index of the op that writes it."""
+        return {value: i for i, op in enumerate(self.ops) for value in op.outputs}
+
+    def temps(self) -> Iterator[Value]:
+        """Every temp in order of definition."""
+        for op in self.ops:
+            yield from (value for value in op.outputs if value.kind == "temp")
+
+
+def state(
+    name: str, shape: tuple[int, ...], dtype: Dtype, sharding: Sharding = "replicated"
+) -> Value:
+    """A value that lives across steps."""
+    return Value(name, shape, dtype, sharding, "state")

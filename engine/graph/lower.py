@@ -1,0 +1,278 @@
+"""Lowering: each op of a finished graph becomes one kernel launch with a chosen configuration.
+
+A `Launch` is inspectable (op, kernel, config, bytes) and runnable; running it allocates nothing, waits
+for nothing and can be captured. Which configuration an op gets is `engine.tune.choose`'s decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.graph.ir import Graph, Op, Value
+from engine.graph.plan import BufferPlan, has_buffer, value_bytes
+from engine.kernels import all_reduce, argmax
+from engine.kernels.decode_attention import decode_attention
+from engine.kernels.embedding import embedding
+from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
+from engine.kernels.gather_row import gather_row
+from engine.kernels.gemm import gemm
+from engine.kernels.gemv import gemv
+from engine.kernels.norm import rmsnorm
+from engine.kernels.prefill_attention import prefill_attention
+from engine.kernels.rope_append import rope_append
+from engine.runtime.rank import Rank
+from engine.tune.choose import choose
+
+GEMV_MAX_ROWS = 8
+EXCHANGE_SLOTS = (
+    2  # see runtime/rank.py: sites alternate, a slot is re-armed by the poll that read it
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of one rank. `bytes` is what it must read and write in device memory."""
+
+    op: Op
+    kernel: str
+    config: Any
+    bytes: int
+    key: str  # launches with equal keys run the same compiled kernel: one of them warms all
+    run: Callable[[], None] = field(repr=False)
+
+    def __str__(self) -> str:
+        layer = "-" if self.op.layer is None else self.op.layer
+        return f"{self.op.stage:<10} layer {layer:>2}  {self.kernel:<24} {self.bytes:>14,} B  {self.config}"
+
+
+def lower(graph: Graph, buffers: BufferPlan, rank: Rank, pdl: bool) -> list[Launch]:
+    """The launches of one rank, in order. `pdl`: programmatic dependent launch between neighbours."""
+    return _Lowering(graph, buffers, rank, pdl).launches()
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, buffers: BufferPlan, rank: Rank, pdl: bool):
+        self.graph, self.rank, self.pdl = graph, rank, pdl
+        self.tensors = {
+            value: self._tensor(value, offset) for value, offset in buffers.offsets.items()
+        }
+        sites = [op.attrs["site"] for op in graph.ops if "site" in op.attrs]
+        # Sites alternate between two slots, also across replays and graphs: so their number is even.
+        assert not sites or max(sites) % EXCHANGE_SLOTS == EXCHANGE_SLOTS - 1, sites[-1]
+
+    def launches(self) -> list[Launch]:
+        return [getattr(self, f"_{op.kind}")(op) for op in self.graph.ops]
+
+    # Helpers
+
+    def _tensor(self, value: Value, offset: int) -> torch.Tensor:
+        dtype = {"act": self.rank.dtype, "f32": torch.float32, "i32": torch.int32}[value.dtype]
+        size = value_bytes(value, self.rank.dtype.itemsize)
+        return self.rank.arena[offset : offset + size].view(dtype).view(value.shape)
+
+    def _in(self, op: Op, role: str) -> torch.Tensor:
+        value = op.input(role)
+        if value.kind == "weight":
+            return self.rank.weights[value.name].weight
+        return self.tensors[value]
+
+    def _row_slots(self, op: Op) -> torch.Tensor:
+        """Row -> slot: the decode rows' own, or the one slot of a prefill request."""
+        if op.input("where").name == "request":
+            return self.rank.request[:1]
+        return self.rank.row_slots[: self.graph.rows]
+
+    def _launch(
+        self,
+        op: Op,
+        function: Callable[..., None],
+        *args: Any,
+        config: Any = None,
+        detail: str = "",
+        **kwargs: Any,
+    ) -> Launch:
+        if config is not None:
+            kwargs["config"] = config
+
+        def run() -> None:
+            function(*args, **kwargs, pdl=self.pdl)
+
+        name = f"{function.__name__}{detail}"
+        shapes = [value.shape for value in (*op.inputs, *op.outputs)]
+        dtypes = [self.rank.weights[v.name].weight.dtype for v in op.inputs if v.kind == "weight"]
+        key = f"{name} {shapes} {dtypes} {config} {self.pdl}"
+        return Launch(op, name, config, self._bytes(op), key, run)
+
+    def _bytes(self, op: Op) -> int:
+        """Weights and activations once; KV is counted by the runtime, which knows the context."""
+        total = 0
+        item = self.rank.dtype.itemsize
+        for value in op.inputs:
+            if value.kind == "weight" and op.kind != "embedding":
+                loaded = self.rank.weights[value.name]
+                total += loaded.weight.nbytes + (0 if loaded.scale is None else loaded.scale.nbytes)
+            elif value.kind == "temp":
+                total += value_bytes(value, item)
+        return total + sum(value_bytes(value, item) for value in op.outputs if has_buffer(op))
+
+    # Ops
+
+    def _embedding(self, op: Op) -> Launch:
+        state = self.rank.state
+        decode = self.graph.phase == "decode"
+        tokens = state.tokens if decode else self.rank.prompt[: self.graph.rows]
+        rows = self._row_slots(op) if decode else None
+        table, out = self._in(op, "table"), self.tensors[op.out]
+        return self._launch(op, embedding, tokens, table, out, row_slots=rows)
+
+    def _rmsnorm(self, op: Op) -> Launch:
+        x, weight, out = self._in(op, "x"), self._in(op, "weight"), self.tensors[op.out]
+        return self._launch(op, rmsnorm, x, weight, out, eps=op.attrs["eps"])
+
+    def _linear(self, op: Op) -> Launch:
+        loaded = self.rank.weights[op.input("w").name]
+        x = self._in(op, "x")
+        bias = self._in(op, "bias") if op.find("bias") is not None else None
+        (n, k), rows = loaded.weight.shape, x.shape[0]
+        epilogue = self._epilogue(op)
+        detail = f"+{type(epilogue).__name__}"
+        shared: dict[str, Any] = {"scale": loaded.scale, "bias": bias}
+        facts = {
+            "n": n, "k": k, "t": rows, "rows": rows, "tp": self.graph.tp,
+            "weight_dtype": loaded.weight.dtype, "epilogue": type(epilogue).__name__.lower(),
+        }  # fmt: skip
+        if rows > GEMV_MAX_ROWS:
+            config = choose("gemm", facts)
+            return self._launch(
+                op, gemm, x, loaded.weight, epilogue, **shared, config=config, detail=detail
+            )
+        config = choose("gemv", facts)
+        norm = self._in(op, "norm") if op.find("norm") is not None else None
+        return self._launch(
+            op, gemv, x, loaded.weight, epilogue, **shared, norm_weight=norm,
+            eps=op.attrs.get("norm_eps", 0.0), config=config, detail=detail,
+        )  # fmt: skip
+
+    def _epilogue(self, op: Op) -> Epilogue:
+        kind = op.attrs.get("epilogue", "store")
+        rank = self.rank
+        if kind == "push":
+            return Push(rank.peer_table, self._slot(op), rank.index, rank.world)
+        out = self.tensors[op.out]
+        if kind == "silu_mul":
+            return SiluMul(out)
+        if kind == "residual":
+            return Residual(self._in(op, "residual"), out)
+        if kind == "rope_append":
+            state, layer = rank.state, op.layer
+            assert layer is not None
+            return RopeAppend(
+                out, state.k_cache[layer], state.v_cache[layer], state.cos_sin, state.positions,
+                self._row_slots(op), op.attrs["num_heads"], op.attrs["num_kv_heads"], op.attrs["head_dim"],
+            )  # fmt: skip
+        return Store(out)
+
+    def _heads(self, op: Op) -> Mapping[str, Any]:
+        return {key: op.attrs[key] for key in ("num_heads", "num_kv_heads", "head_dim")}
+
+    def _rope_append(self, op: Op) -> Launch:
+        state, layer = self.rank.state, op.layer
+        assert layer is not None
+        return self._launch(
+            op, rope_append, self._in(op, "qkv"), self.tensors[op.out], state.k_cache[layer],
+            state.v_cache[layer], state.cos_sin, self.rank.request, **self._heads(op),
+        )  # fmt: skip
+
+    def _attention(self, op: Op) -> Launch:
+        state, layer, rank = self.rank.state, op.layer, self.rank
+        assert layer is not None
+        q, out = self._in(op, "q"), self.tensors[op.out]
+        k, v = state.k_cache[layer], state.v_cache[layer]
+        heads = {**self._heads(op), "scale": op.attrs["scale"]}
+        facts = {
+            **heads, "context": k.shape[2], "rows": q.shape[0], "t": q.shape[0],
+            "kv_dtype": k.dtype, "group": heads["num_heads"] // heads["num_kv_heads"],
+        }  # fmt: skip
+        if self.graph.phase == "prefill":
+            config = choose("prefill_attention", facts)
+            return self._launch(
+                op, prefill_attention, q, k, v, rank.request, out, **heads, config=config
+            )
+        config = choose("decode_attention", facts)
+        return self._launch(
+            op, decode_attention, q, k, v, state.positions, self._row_slots(op), out,
+            rank.attention_workspace, **heads, config=config,
+        )  # fmt: skip
+
+    def _gather_row(self, op: Op) -> Launch:
+        x, out = self._in(op, "x"), self.tensors[op.out]
+        return self._launch(op, gather_row, x, self.rank.request, out)
+
+    # Exchanges between ranks
+
+    def _slot(self, op: Op) -> int:
+        return (op.attrs["site"] % EXCHANGE_SLOTS) * self.rank.exchange_slot_bytes
+
+    def _facts(self, op: Op) -> dict[str, int]:
+        rows, hidden = op.outputs[0].shape
+        return {
+            "world": self.graph.tp, "rows": rows, "hidden": hidden,
+            "bytes": rows * hidden * self.rank.dtype.itemsize,
+        }  # fmt: skip
+
+    def _push(self, op: Op) -> Launch:
+        rank = self.rank
+        return self._launch(
+            op, all_reduce.push, self._in(op, "x"), rank.peer_table, self._slot(op),
+            rank=rank.index, world=rank.world, config=choose("all_reduce", self._facts(op)),
+        )  # fmt: skip
+
+    def _poll_residual(self, op: Op) -> Launch:
+        rank, slot = self.rank, self._slot(op)
+        return self._launch(
+            op, all_reduce.poll_residual, rank.exchange, slot, slot,
+            self._in(op, "residual"), self.tensors[op.out], rank.status,
+            rank=rank.index, world=rank.world, call_site=op.attrs["site"],
+            config=choose("all_reduce", self._facts(op)),
+        )  # fmt: skip
+
+    # Sampling
+
+    def _argmax_partial(self, op: Op) -> Launch:
+        rank, state = self.rank, self.rank.state
+        logits = self._in(op, "logits")
+        rows = logits.shape[0]
+        return self._launch(
+            op, argmax.argmax_partial, logits, state.temperature, state.seeds, state.positions,
+            self._row_slots(op), rank.best_values[:rows], rank.best_ids[:rows],
+            vocab_size=op.attrs["vocab_size"], id_offset=rank.index * op.attrs["shard_size"],
+        )  # fmt: skip
+
+    def _best(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = op.outputs[0].shape[0]
+        return self.rank.best_values[:rows], self.rank.best_ids[:rows]
+
+    def _argmax_push(self, op: Op) -> Launch:
+        rank = self.rank
+        return self._launch(
+            op, argmax.argmax_push, *self._best(op), rank.token_table, 0, rank=rank.index, world=rank.world
+        )  # fmt: skip
+
+    def _argmax_poll(self, op: Op) -> Launch:
+        rank, state = self.rank, self.rank.state
+        return self._launch(
+            op, argmax.argmax_poll, rank.token_exchange, 0, 0, state.tokens, state.positions,
+            self._row_slots(op), rank.ring, rank.step, rank.status,
+            rank=rank.index, world=rank.world, call_site=-1,
+        )  # fmt: skip
+
+    def _argmax_finish(self, op: Op) -> Launch:
+        rank, state = self.rank, self.rank.state
+        return self._launch(
+            op, argmax.argmax_finish, *self._best(op), state.tokens, state.positions,
+            self._row_slots(op), rank.ring, rank.step,
+        )  # fmt: skip

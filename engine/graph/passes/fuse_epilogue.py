@@ -1,0 +1,51 @@
+"""What follows a linear and reads only its result moves into the linear's epilogue.
+
+SiLU x up and the residual add in both phases; RoPE + KV append and the push to the peers in decode,
+where one program holds whole output elements (in prefill they are passes over a tile's worth of bytes
+and stay kernels of their own).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.graph.ir import Graph, Op, make_op
+
+_DECODE = {"silu_mul": "silu_mul", "add": "residual", "rope_append": "rope_append", "push": "push"}
+_PREFILL = {"silu_mul": "silu_mul", "add": "residual"}
+
+
+def fuse_epilogue(graph: Graph) -> Graph:
+    """linear + its only reader -> linear with attrs["epilogue"]."""
+    fusable = _DECODE if graph.phase == "decode" else _PREFILL
+    uses = graph.consumers()
+    ops: list[Op] = []
+    skip: set[int] = set()
+    for i, op in enumerate(graph.ops):
+        if i in skip:
+            continue
+        readers = uses.get(op.out, []) if op.kind == "linear" else []
+        reader = graph.ops[readers[0]] if len(readers) == 1 else None
+        first = "qkv" if reader is not None and reader.kind == "rope_append" else "x"
+        if reader is None or reader.kind not in fusable or reader.input(first) != op.out:
+            ops.append(op)
+            continue
+        ops.append(_fused(op, reader, fusable[reader.kind], first))
+        skip.add(readers[0])
+    return replace(graph, ops=tuple(ops))
+
+
+def _fused(linear: Op, reader: Op, epilogue: str, first: str) -> Op:
+    roles = ("x", "w", "bias", "norm")
+    inputs = {role: linear.find(role) for role in roles}
+    inputs |= {role: reader.input(role) for role in reader.attrs["roles"] if role != first}
+    extra = {key: value for key, value in reader.attrs.items() if key != "roles"}
+    attrs = {key: value for key, value in linear.attrs.items() if key != "roles"}
+    return make_op(
+        "linear",
+        reader.outputs,
+        linear.stage,
+        linear.layer,
+        {**attrs, **extra, "epilogue": epilogue},
+        **inputs,
+    )

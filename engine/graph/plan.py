@@ -1,0 +1,64 @@
+"""Static buffers: every temp of a graph gets an offset in one arena per rank, reused by liveness.
+
+All launches of a rank are ordered (one stream; under programmatic dependent launch a kernel writes only
+after the one before it has completed), so a buffer is free for the next op once its last reader has
+been launched. Messages between ranks and (value, id) maxima live in workspaces of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.graph.ir import Graph, Op, Value
+
+ALIGN = 256  # bytes; keeps every row of every buffer 16-byte aligned for vector loads
+ITEMSIZE = {"f32": 4, "i32": 4}
+# Outputs that have no arena buffer: they live in exchange slots, argmax workspaces or the state.
+_ELSEWHERE = {"push", "sample", "argmax_partial", "argmax_push", "argmax_poll", "argmax_finish"}
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """Byte offset of each temp in the rank's arena, and the arena's size."""
+
+    offsets: dict[Value, int]
+    arena_bytes: int
+
+
+def value_bytes(value: Value, act_bytes: int) -> int:
+    """Bytes of one rank's copy of a value."""
+    count = 1
+    for size in value.shape:
+        count *= size
+    return count * ITEMSIZE.get(value.dtype, act_bytes)
+
+
+def has_buffer(op: Op) -> bool:
+    """Whether the op's output is a tensor in the arena."""
+    return op.kind not in _ELSEWHERE and op.attrs.get("epilogue") != "push"
+
+
+def plan(graph: Graph, act_bytes: int) -> BufferPlan:
+    """First-fit allocation in order of definition. The graph's output is never reused."""
+    last = {value: uses[-1] for value, uses in graph.consumers().items()}
+    if graph.output is not None:
+        last[graph.output] = len(graph.ops)
+    live: list[tuple[int, int, int]] = []  # (start, stop, last use)
+    offsets: dict[Value, int] = {}
+    top = 0
+    for i, op in enumerate(graph.ops):
+        # A buffer read by this op is still live while the op writes its output.
+        live = [block for block in live if block[2] >= i]
+        if not has_buffer(op):
+            continue
+        for value in op.outputs:
+            size = -(-value_bytes(value, act_bytes) // ALIGN) * ALIGN
+            start = 0
+            for block in sorted(live):
+                if block[0] - start >= size:
+                    break
+                start = max(start, block[1])
+            offsets[value] = start
+            live.append((start, start + size, last.get(value, i)))
+            top = max(top, start + size)
+    return BufferPlan(offsets, top)

@@ -1,0 +1,88 @@
+"""The verifier: run after every pass, so that a broken rewrite is found where it happened."""
+
+from __future__ import annotations
+
+from engine.graph.ir import OP_KINDS, Graph, Op, Value
+
+
+class GraphError(AssertionError):
+    """A pass produced an inconsistent graph: our bug, not the user's."""
+
+
+def verify(graph: Graph) -> None:
+    """Definition before use, single assignment, known kinds, shapes, sharding, weights. Raises GraphError."""
+    defined: set[Value] = set()
+    names: set[str] = set()
+    used_weights: set[str] = set()
+    for i, op in enumerate(graph.ops):
+        where = f"{graph.model} {graph.phase} op {i} ({op.kind}, layer {op.layer})"
+        if op.kind not in OP_KINDS:
+            raise GraphError(f"{where}: unknown kind")
+        if len(op.attrs.get("roles", ())) != len(op.inputs):
+            raise GraphError(f"{where}: roles do not match the inputs")
+        for value in op.inputs:
+            if value.kind == "temp" and value not in defined:
+                raise GraphError(f"{where}: reads {value} before it is defined")
+            if value.kind == "weight":
+                _check_weight(graph, value, where)
+                used_weights.add(value.name)
+        for value in op.outputs:
+            if value.kind == "temp" and value.name in names:
+                raise GraphError(f"{where}: {value} is defined twice")
+            names.add(value.name)
+            defined.add(value)
+        _check_op(op, graph.tp, where)
+    if graph.output is not None and graph.output not in defined:
+        raise GraphError(f"{graph.model} {graph.phase}: output {graph.output} is never defined")
+    if not used_weights <= set(graph.weights):
+        raise GraphError(f"weights without a spec: {sorted(used_weights - set(graph.weights))[:5]}")
+
+
+def _check_weight(graph: Graph, value: Value, where: str) -> None:
+    spec = graph.weights.get(value.name)
+    if spec is None:
+        raise GraphError(f"{where}: weight {value} has no spec")
+    for rank in range(graph.tp):
+        if spec.local_shape(rank) != value.shape:
+            raise GraphError(
+                f"{where}: {value} is {value.shape}, its spec gives {spec.local_shape(rank)}"
+            )
+
+
+def _check_op(op: Op, tp: int, where: str) -> None:
+    shapes = {role: op.input(role).shape for role in op.attrs["roles"]}
+    if op.kind == "linear":
+        rows, k = shapes["x"]
+        n, k_weight = shapes["w"]
+        epilogue = op.attrs.get("epilogue", "store")
+        out = {
+            "silu_mul": n // 2,
+            "rope_append": op.attrs.get("num_heads", 0) * op.attrs.get("head_dim", 0),
+        }.get(epilogue, n)
+        if k != k_weight or op.out.shape != (rows, out):
+            raise GraphError(
+                f"{where}: x {shapes['x']} @ w {shapes['w']} -> {op.out.shape} ({epilogue})"
+            )
+        # A contraction over a sharded axis gives a partial sum, and only that does.
+        split_k = op.input("x").sharding == "sharded"
+        summed = op.out.sharding == "partial"
+        if tp > 1 and split_k != summed:
+            raise GraphError(
+                f"{where}: x is {op.input('x').sharding}, its result {op.out.sharding}"
+            )
+    elif op.kind in {"add", "poll_residual"}:
+        first = "x" if op.kind == "add" else "message"
+        if not shapes[first] == shapes["residual"] == op.out.shape:
+            raise GraphError(f"{where}: {shapes} -> {op.out.shape}")
+        if op.input("residual").sharding != "replicated" or op.out.sharding != "replicated":
+            raise GraphError(f"{where}: the residual stream is replicated")
+    elif op.kind in {"all_reduce", "push"}:
+        if op.input("x").sharding != "partial":
+            raise GraphError(
+                f"{where}: {op.input('x')} is {op.input('x').sharding}, not a partial sum"
+            )
+    elif op.kind == "rmsnorm":
+        if op.input("x").sharding != "replicated" or shapes["weight"] != shapes["x"][-1:]:
+            raise GraphError(f"{where}: a norm needs whole rows: {shapes}")
+    elif op.kind == "silu_mul" and "x" in shapes and shapes["x"][1] != 2 * op.out.shape[1]:
+        raise GraphError(f"{where}: {shapes['x']} -> {op.out.shape}")

@@ -1,0 +1,118 @@
+"""Allocate everything that a deployment touches: nothing is allocated after start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.checkpoint.load import Loaded
+from engine.config import ModelConfig
+from engine.graph.lower import EXCHANGE_SLOTS
+from engine.kernels import argmax
+from engine.kernels.decode_attention import workspace as attention_workspace
+from engine.runtime.rank import Rank
+from engine.runtime.state import new_state, rope_table
+
+RING = 64  # steps whose tokens the host ring holds; more than can be in flight
+SENTINEL = -2147450880  # 0x80008000 as int32: "not written yet" (kernels/sync.py)
+TOKEN_SENTINEL = -2147483648  # 0x80000000
+OVERRUN = 16  # positions past the context that queued-ahead steps of a finished request may write
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the buffers are sized for."""
+
+    slots: int
+    rows: int  # most decode rows, R
+    tokens: int  # largest prefill bucket, T
+    max_model_len: int
+    arena_bytes: int
+
+    @property
+    def kv_length(self) -> int:
+        """Positions a slot's KV has room for."""
+        return -(-(self.max_model_len + OVERRUN) // 64) * 64
+
+
+def allocate_ranks(
+    config: ModelConfig,
+    weights: Sequence[Mapping[str, Loaded]],
+    devices: Sequence[torch.device],
+    dtype: torch.dtype,
+    sizes: Sizes,
+    degree: int,
+) -> list[Rank]:
+    """One Rank per entry of `devices` (an entry may repeat: ranks that share a device).
+
+    degree: the TP degree whose shard each rank holds (= number of ranks, unless `--shard-of`).
+    """
+    world = len(devices)
+    shard = config.shard(degree)
+    message = max(sizes.tokens, sizes.rows) * config.hidden_size * dtype.itemsize
+    slot_bytes = world * -(-message // 256) * 256
+    ranks: list[Rank] = []
+    tables: dict[torch.device, torch.Tensor] = {}
+    for index, device in enumerate(devices):
+        if device not in tables:
+            tables[device] = rope_table(config, sizes.kv_length, device)
+        state = new_state(
+            config, degree, slots=sizes.slots, length=sizes.kv_length, dtype=dtype,
+            device=device, table=tables[device],
+        )  # fmt: skip
+
+        def on(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = device):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        programs = argmax.num_programs(shard.vocab_size)
+        ranks.append(
+            Rank(
+                index=index, world=world, device=device, dtype=dtype, weights=weights[index],
+                state=state, arena=on((sizes.arena_bytes,), torch.uint8),
+                prompt=on((sizes.tokens,), torch.int32), request=on((3,), torch.int32),
+                row_slots=on((sizes.rows,), torch.int32).fill_(-1),
+                best_values=on((sizes.rows, programs), torch.float32),
+                best_ids=on((sizes.rows, programs), torch.int32),
+                attention_workspace=attention_workspace(
+                    sizes.rows, shard.num_heads, shard.num_kv_heads, config.head_dim, MAX_SPLITS, device
+                ),
+                ring=torch.full((RING, sizes.rows), -1, dtype=torch.int32).pin_memory(),
+                step=on((1,), torch.int32), status=torch.zeros(8, dtype=torch.int32).pin_memory(),
+                exchange=on((EXCHANGE_SLOTS * slot_bytes,), torch.uint8) if world > 1 else None,
+                exchange_slot_bytes=slot_bytes,
+                token_exchange=on((world * sizes.rows * 8,), torch.uint8) if world > 1 else None,
+            )
+        )  # fmt: skip
+    if world > 1:
+        for rank in ranks:
+            rank.peer_table = _addresses([r.exchange for r in ranks], rank.device)
+            rank.token_table = _addresses([r.token_exchange for r in ranks], rank.device)
+    reset(ranks)
+    return ranks
+
+
+MAX_SPLITS = 132  # most splits of one KV head over the context: one program per multiprocessor
+
+
+def reset(ranks: Sequence[Rank]) -> None:
+    """Protocol and step state as at the start: after warm-up and after an expired spin. Synchronises."""
+    for device in {rank.device for rank in ranks}:
+        torch.cuda.synchronize(device)
+    for rank in ranks:
+        if rank.exchange is not None and rank.token_exchange is not None:
+            rank.exchange.view(torch.int32).fill_(SENTINEL)
+            rank.token_exchange.view(torch.int32).fill_(TOKEN_SENTINEL)
+        rank.attention_workspace.reset()
+        rank.step.zero_()
+        rank.status.zero_()
+        rank.ring.fill_(-1)
+        rank.row_slots.fill_(-1)
+    for device in {rank.device for rank in ranks}:
+        torch.cuda.synchronize(device)
+
+
+def _addresses(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+    return torch.tensor(pointers, dtype=torch.int64, device=device)

@@ -1,0 +1,135 @@
+"""The CPU back end: the compiled graphs run by the interpreter, any TP degree in lockstep."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from engine.checkpoint.load import Loaded
+from engine.checkpoint.memory import kv_bytes_per_token
+from engine.config import ModelConfig
+from engine.errors import RequestError
+from engine.graph.build import Logits, build
+from engine.graph.interpret import Interpreter, StepInput, StepOutput
+from engine.graph.passes import run_passes
+from engine.runtime.executor import check_prompt
+from engine.runtime.phases import Phases
+from engine.runtime.state import new_state, rope_table
+
+
+class CpuExecutor:
+    """Executor over `engine.graph.interpret`. A queued step is computed at once; reading only hands it out."""
+
+    max_in_flight = 1
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: int,
+        weights: Sequence[Mapping[str, Loaded]],
+        *,
+        dtype: torch.dtype,
+        num_slots: int,
+        max_model_len: int,
+        phases: Phases,
+        fused: bool = True,
+    ):
+        """weights: per rank, for the fused graph's specs (or the unfused one's with fused=False)."""
+        self.config, self.tp, self.num_slots = config, tp, num_slots
+        self.max_model_len, self._weights, self._fused = max_model_len, weights, fused
+        self._phases = phases
+        # One position more than the context: the last token's KV is written and never read.
+        length = max_model_len + 1
+        table = rope_table(config, length, "cpu")
+        self._states = [
+            new_state(
+                config, tp, slots=num_slots, length=length, dtype=dtype, device="cpu", table=table
+            )
+            for _ in range(tp)
+        ]
+        self._programs: dict[tuple[str, int, str], Interpreter] = {}
+        self._queue: deque[tuple[int, StepOutput]] = deque()
+        self._last: tuple[int, StepOutput] | None = None
+        self._steps = 0
+
+    def prefill(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        start: int = 0,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> int:
+        check_prompt(slot, len(token_ids), start, self.num_slots, self.max_model_len)
+        for state in self._states:
+            state.temperature[slot] = temperature
+            state.seeds[slot] = seed
+        return self._push(self._prompt_step(slot, token_ids, start, "last"))
+
+    def decode(self, slots: Sequence[int]) -> int:
+        full = [s for s in slots if int(self._states[0].positions[s]) >= self.max_model_len]
+        if full:
+            raise RequestError(
+                f"slot {full[0]} is full at {self.max_model_len}; raise --max-model-len"
+            )
+        program = self._program("decode", len(slots), "last")
+        row_slots = torch.tensor(list(slots), dtype=torch.int32)
+        return self._push(program.run(StepInput(row_slots=row_slots)))
+
+    def read(self, step: int) -> list[int]:
+        number, output = self._queue.popleft()
+        assert number == step, f"step {step} read out of order; {number} is next"
+        self._last = (number, output)
+        assert output.tokens is not None
+        return output.tokens.tolist()
+
+    def logits(self, step: int) -> torch.Tensor:
+        assert self._last is not None and self._last[0] == step and not self._queue
+        return self._whole(self._last[1])
+
+    def prompt_logits(self, slot: int, token_ids: Sequence[int]) -> torch.Tensor:
+        check_prompt(slot, len(token_ids), 0, self.num_slots, self.max_model_len)
+        return self._whole(self._prompt_step(slot, token_ids, 0, "all"))
+
+    def close(self) -> None:
+        self._programs.clear()
+        self._states, self._weights = [], []
+
+    def stats(self) -> dict[str, Any]:
+        dtype = self._states[0].k_cache[0].dtype
+        return {
+            "device": "cpu",
+            "startup_s": self._phases.seconds(),
+            "kv_bytes_per_token": kv_bytes_per_token(self.config, self.tp, dtype),
+            "roof": None,
+        }
+
+    def _prompt_step(
+        self, slot: int, token_ids: Sequence[int], start: int, logits: Logits
+    ) -> StepOutput:
+        prompt = torch.tensor(list(token_ids), dtype=torch.int32)
+        request = (slot, start, len(token_ids))
+        return self._program("prefill", 0, logits).run(StepInput(prompt=prompt, request=request))
+
+    def _push(self, output: StepOutput) -> int:
+        self._steps += 1
+        self._queue.append((self._steps, output))
+        return self._steps
+
+    def _whole(self, output: StepOutput) -> torch.Tensor:
+        assert output.logits is not None
+        return torch.cat(output.logits, dim=-1)[:, : self.config.vocab_size].float()
+
+    def _program(self, phase: str, rows: int, logits: Logits) -> Interpreter:
+        """Compiled once per (phase, rows, logits). One prefill graph serves every length: see run()."""
+        key = (phase, rows, logits)
+        if key not in self._programs:
+            size = rows or self.max_model_len
+            graph = build(self.config, phase=phase, rows=size, tp=self.tp, logits=logits)  # type: ignore[arg-type]
+            graph = run_passes(graph) if self._fused else graph
+            self._programs[key] = Interpreter(graph, self._weights, self._states)
+        return self._programs[key]

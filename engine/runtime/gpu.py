@@ -1,0 +1,304 @@
+"""The CUDA back end: one process, one thread, a graph launch per device and step, no host in the loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.config import ModelConfig
+from engine.errors import DeviceError
+from engine.graph.build import Logits, build
+from engine.graph.capture import Program, warm
+from engine.graph.ir import Graph
+from engine.graph.lower import lower
+from engine.graph.passes import run_passes
+from engine.graph.plan import plan
+from engine.runtime.allocate import RING, reset
+from engine.runtime.buckets import chunks, decode_rows
+from engine.runtime.executor import check_prompt
+from engine.runtime.phases import Phases
+from engine.runtime.rank import Rank
+
+log = logging.getLogger("engine")
+
+ROW_NAN, ROW_EMPTY = -2, -1  # ring marks: NaN logits; not written yet
+STALL_S = 10.0  # no token for this long: look whether the device has failed
+
+
+class GpuExecutor:
+    """Executor over captured graphs. Built by `engine.runtime.create_executor`."""
+
+    max_in_flight = 8
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ranks: list[Rank],
+        graphs: dict[tuple[str, int, str], Graph],
+        *,
+        num_slots: int,
+        max_model_len: int,
+        buckets: Sequence[int],
+        phases: Phases,
+        eager: bool,
+        pdl: bool,
+        facts: dict[str, Any],
+    ):
+        """graphs: (phase, rows, logits) -> finished graph. facts: what stats() adds (bandwidth, memory)."""
+        self.config, self.ranks, self.num_slots = config, ranks, num_slots
+        self.max_model_len, self.buckets = max_model_len, buckets
+        self._graphs, self._pdl, self._phases, self._facts = graphs, pdl, phases, facts
+        self._closed = False
+        self.counters: Counter[str] = Counter()
+        streams: dict[torch.device, torch.cuda.Stream] = {}
+        for rank in ranks:
+            if rank.device not in streams:
+                streams[rank.device] = torch.cuda.Stream(rank.device)
+        self._streams = [streams[rank.device] for rank in ranks]
+        # Staging in pinned memory. A slot's prompt is not rewritten before its first token was read.
+        self._stage_prompt = torch.zeros((num_slots, max_model_len), dtype=torch.int32).pin_memory()
+        self._stage_request = torch.zeros((RING * 4, 4), dtype=torch.int32).pin_memory()
+        self._stage_rows = torch.full((RING, ranks[0].row_slots.numel()), -1, dtype=torch.int32)
+        self._stage_rows = self._stage_rows.pin_memory()
+        self._stage_temperature = torch.zeros(num_slots, dtype=torch.float32).pin_memory()
+        self._stage_seeds = torch.zeros(num_slots, dtype=torch.int32).pin_memory()
+        self._ring = ranks[0].ring.numpy()
+        self._uploads = self._step = self._read_step = 0
+        self._rows_of: dict[int, int] = {}
+        self._program_of: dict[int, tuple[str, int, str]] = {}
+        self._decoding: tuple[int, ...] = ()
+        self._compile(eager)
+
+    # Start-up
+
+    def _compile(self, eager: bool) -> None:
+        with self._phases.phase("lower"):
+            self._programs = {key: self._lower(graph) for key, graph in self._graphs.items()}
+        with self._phases.phase("compile"):
+            kernels = warm(self._programs.values(), self._streams)
+            reset(self.ranks)
+        with self._phases.phase("capture"):
+            if not eager:
+                for program in self._programs.values():
+                    program.capture()
+        self.counters["kernels"] = kernels
+        self.counters["graph_nodes"] = sum(
+            len(line) for program in self._programs.values() for line in program.launches
+        )
+
+    def _lower(self, graph: Graph) -> Program:
+        buffers = plan(graph, self.ranks[0].dtype.itemsize)
+        launches = [lower(graph, buffers, rank, self._pdl) for rank in self.ranks]
+        return Program(launches, self._streams)
+
+    # Steps
+
+    def prefill(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        start: int = 0,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> int:
+        check_prompt(slot, len(token_ids), start, self.num_slots, self.max_model_len)
+        length = len(token_ids)
+        self._stage_prompt[slot, start : start + length] = torch.tensor(
+            token_ids, dtype=torch.int32
+        )
+        self._sampling(slot, temperature, seed)
+        pieces = chunks(length, self.buckets)
+        for offset, count, bucket in pieces[:-1]:
+            self._upload_chunk(slot, start + offset, count)
+            self._replay(("prefill", bucket, "none"))
+        offset, count, bucket = pieces[-1]
+        self._upload_chunk(slot, start + offset, count)
+        return self._queue(("prefill", bucket, "last"), rows=1)
+
+    def decode(self, slots: Sequence[int]) -> int:
+        rows = decode_rows(len(slots))
+        if tuple(slots) != self._decoding:
+            self._decoding = tuple(slots)
+            stage = self._stage_rows[self._step % RING]
+            stage.fill_(-1)
+            stage[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
+            self._upload(lambda rank: rank.row_slots, stage)
+        return self._queue(("decode", rows, "last"), rows=len(slots))
+
+    def read(self, step: int) -> list[int]:
+        assert step == self._read_step, f"step {step} read out of order; {self._read_step} is next"
+        row = self._ring[step % RING, : self._rows_of[step]]
+        self._wait(row, step)
+        self._read_step += 1
+        tokens = row.tolist()
+        del self._rows_of[step]
+        if ROW_NAN in tokens:
+            raise DeviceError(
+                f"NaN logits in row {tokens.index(ROW_NAN)} of step {step}: the checkpoint or its "
+                "scales are damaged, or activations overflow the 16-bit type (try --dtype bfloat16)"
+            )
+        return tokens
+
+    def logits(self, step: int) -> torch.Tensor:
+        assert step == self._read_step - 1 == self._step - 1, "logits of the last step only"
+        return self._whole_logits(self._program_of[step])
+
+    def prompt_logits(self, slot: int, token_ids: Sequence[int]) -> torch.Tensor:
+        check_prompt(slot, len(token_ids), 0, self.num_slots, self.max_model_len)
+        (bucket,) = {rows for phase, rows, logits in self._graphs if logits == "all"}
+        self._stage_prompt[slot, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32)
+        parts = []
+        for start in range(0, len(token_ids), bucket):
+            count = min(bucket, len(token_ids) - start)
+            self._upload_chunk(slot, start, count)
+            self._replay(("prefill", bucket, "all"))
+            parts.append(self._whole_logits(("prefill", bucket, "all"))[:count])
+        return torch.cat(parts)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        devices = {rank.device for rank in self.ranks}
+        for device in devices:
+            torch.cuda.synchronize(device)
+        self._programs.clear()
+        self._graphs.clear()
+        self.ranks.clear()
+        self._streams.clear()
+        torch.cuda.empty_cache()
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "device": torch.cuda.get_device_name(self.ranks[0].device),
+            "startup_s": self._phases.seconds(),
+            "counters": dict(self.counters),
+            **self._facts,
+        }
+
+    # Pieces
+
+    def _queue(self, key: tuple[str, int, str], rows: int) -> int:
+        step = self._step
+        assert step - self._read_step < RING, "more steps in flight than the ring holds"
+        self._ring[step % RING] = ROW_EMPTY
+        self._rows_of[step] = rows
+        self._program_of = {step: key}
+        self._replay(key)
+        self._step += 1
+        return step
+
+    def _replay(self, key: tuple[str, int, str]) -> None:
+        self._programs[key].replay()
+        self.counters["graph_launches"] += 1
+
+    def _upload(self, target: Any, source: torch.Tensor) -> None:
+        """Copy pinned host data into a buffer of every rank, in stream order; does not wait."""
+        for rank, stream in zip(self.ranks, self._streams):
+            with torch.cuda.stream(stream):
+                target(rank).copy_(source, non_blocking=True)
+
+    def _upload_chunk(self, slot: int, start: int, count: int) -> None:
+        stage = self._stage_request[self._uploads % len(self._stage_request)]
+        self._uploads += 1
+        # The last word is the position of the chunk's last token: sampling adds one to it.
+        stage[:] = torch.tensor((slot, start, count, start + count - 1), dtype=torch.int32)
+        self._upload(
+            lambda rank: rank.prompt[:count], self._stage_prompt[slot, start : start + count]
+        )
+        self._upload(lambda rank: rank.request, stage[:3])
+        self._upload(lambda rank: rank.state.positions[slot : slot + 1], stage[3:])
+
+    def _sampling(self, slot: int, temperature: float, seed: int) -> None:
+        if self._stage_temperature[slot] == temperature and self._stage_seeds[slot] == seed:
+            return
+        self._stage_temperature[slot] = temperature
+        self._stage_seeds[slot] = seed
+        where = slice(slot, slot + 1)
+        self._upload(lambda rank: rank.state.temperature[where], self._stage_temperature[where])
+        self._upload(lambda rank: rank.state.seeds[where], self._stage_seeds[where])
+
+    def _wait(self, row: np.ndarray, step: int) -> None:
+        """Poll host memory until every token of the step is there."""
+        started = time.monotonic()
+        polls = 0
+        while (row == ROW_EMPTY).any():
+            polls += 1
+            if polls % 256:
+                continue
+            self._check_status()
+            if time.monotonic() - started > STALL_S:
+                self._check_device(step)
+                started = time.monotonic()
+            time.sleep(0)
+
+    def _check_status(self) -> None:
+        for rank in self.ranks:
+            if rank.status[0]:
+                words = rank.status.tolist()
+                self.recover()
+                raise DeviceError(
+                    f"rank {words[1]} waited in vain at all-reduce site {words[2]} (slot {words[3]}, "
+                    f"peer {words[4]}): a rank stopped or was delayed past the limit; the exchange "
+                    "has been reset and the next request can run"
+                )
+
+    def _check_device(self, step: int) -> None:
+        for stream in self._streams:
+            try:
+                stream.query()
+            except RuntimeError as e:
+                raise DeviceError(f"{stream.device} failed in step {step}: {e}") from None
+
+    def recover(self) -> None:
+        """After an error: drop queued steps, re-arm the exchange, empty the ring. Slots must be prefilled anew."""
+        reset(self.ranks)
+        self.counters["host_syncs"] += 1
+        self._step = self._read_step = 0
+        self._rows_of.clear()
+        self._decoding = ()
+
+    def _whole_logits(self, key: tuple[str, int, str]) -> torch.Tensor:
+        """fp32 [rows, vocabulary] gathered on the host. Synchronises: the logprobs path only."""
+        program, output = self._programs[key], self._graphs[key].output
+        assert output is not None
+        self.counters["host_syncs"] += 1
+        offset = plan(self._graphs[key], self.ranks[0].dtype.itemsize).offsets[output]
+        parts = []
+        for rank, stream in zip(self.ranks, program.streams):
+            stream.synchronize()
+            size = output.shape[0] * output.shape[1] * 4
+            parts.append(
+                rank.arena[offset : offset + size].view(torch.float32).view(output.shape).cpu()
+            )
+        return torch.cat(parts, dim=-1)[:, : self.config.vocab_size]
+
+
+def compile_graphs(
+    config: ModelConfig,
+    tp: int,
+    *,
+    rows: int,
+    buckets: Sequence[int],
+    shard_of: int | None,
+    prompt_logits_bucket: int,
+) -> dict[tuple[str, int, str], Graph]:
+    """Every graph of a deployment: decode rows 1, 2, 4, 8 up to `rows`; prefill buckets; the largest bucket
+    also without lm_head (chunks) and one bucket with logits of every position (prompt logprobs)."""
+    wanted: list[tuple[str, int, Logits]] = [
+        ("decode", n, "last") for n in (1, 2, 4, 8) if n <= decode_rows(rows)
+    ]
+    wanted += [("prefill", size, "last") for size in buckets]
+    wanted += [("prefill", buckets[-1], "none"), ("prefill", prompt_logits_bucket, "all")]
+    graphs = {}
+    for phase, size, logits in wanted:
+        unfused = build(config, phase=phase, rows=size, tp=tp, logits=logits, shard_of=shard_of)  # type: ignore[arg-type]
+        graphs[(phase, size, str(logits))] = run_passes(unfused)
+    return graphs

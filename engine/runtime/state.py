@@ -1,0 +1,64 @@
+"""What one rank keeps across steps: KV slots, tokens, positions, sampling parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import ModelConfig
+
+
+@dataclass
+class RankState:
+    """Slot-indexed state of one rank. S slots of L positions; the KV head count is the rank's share."""
+
+    k_cache: list[torch.Tensor]  # per layer [S, NKV, L, D], activation dtype
+    v_cache: list[torch.Tensor]
+    cos_sin: torch.Tensor  # [L, D] fp32: cos_i at 2i, sin_i at 2i + 1
+    tokens: torch.Tensor  # [S] int32: the token to process next
+    positions: torch.Tensor  # [S] int32: its position (= tokens already in the slot's KV)
+    temperature: torch.Tensor  # [S] fp32, 0 = greedy
+    seeds: torch.Tensor  # [S] int32
+
+
+def rope_table(config: ModelConfig, length: int, device: torch.device | str) -> torch.Tensor:
+    """[length, D] fp32, cos and sin of position * theta^(-2i/D) interleaved (RoFormer, arXiv:2104.09864).
+
+    Angles are formed in fp32 as transformers forms them, so that long positions round alike.
+    """
+    d = config.head_dim
+    inv = 1.0 / config.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
+    angle = torch.arange(length, dtype=torch.float32)[:, None] * inv[None, :]
+    return torch.stack((angle.cos(), angle.sin()), dim=-1).reshape(length, d).to(device)
+
+
+def new_state(
+    config: ModelConfig,
+    tp: int,
+    *,
+    slots: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    table: torch.Tensor | None = None,
+) -> RankState:
+    """Zeroed state for one rank. KV bytes = 2 * layers * slots * NKV * length * D * itemsize."""
+    kv_heads = config.shard(tp).num_kv_heads
+    shape = (slots, kv_heads, length, config.head_dim)
+
+    def caches() -> list[torch.Tensor]:
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    def per_slot(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(slots, dtype=dtype, device=device)
+
+    return RankState(
+        k_cache=caches(),
+        v_cache=caches(),
+        cos_sin=table if table is not None else rope_table(config, length, device),
+        tokens=per_slot(torch.int32),
+        positions=per_slot(torch.int32),
+        temperature=per_slot(torch.float32),
+        seeds=per_slot(torch.int32),
+    )
