@@ -87,7 +87,7 @@ def heuristic(
     return DecodeAttentionConfig(
         num_splits=min(programs, triton.cdiv(context, min_chunk)),
         block_n=block_n,
-        num_warps=4,
+        num_warps=8 if head_dim > 128 else 4,  # 4 would spill
         num_stages=3,
         min_chunk=min_chunk,
     )
@@ -148,8 +148,7 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FAN_IN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -175,7 +174,9 @@ def decode_attention_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     in_d = offs_d < HEAD_DIM
-    kv_base = (tl.maximum(slot, 0).to(tl.int64) * tl.num_programs(1) + kv_head) * max_len * HEAD_DIM
+    head_at = (tl.maximum(slot, 0).to(tl.int64) * tl.num_programs(1) + kv_head) * max_len * HEAD_DIM
+    k_head_ptr = k_ptr + head_at
+    v_head_ptr = v_ptr + head_at
     tile = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
     # The chunk's first tile goes to registers now and is folded in last, so that the loop's own
     # loads start at once. The current token's row comes from the kernel before: never before the wait.
@@ -185,8 +186,10 @@ def decode_attention_kernel(
     else:
         ready0 = keys0 < last
     mask0 = ready0[:, None] & in_d[None, :]
-    k0 = tl.load(k_ptr + kv_base + first * HEAD_DIM + tile, mask=mask0, other=0.0)
-    v0 = tl.load(v_ptr + kv_base + first * HEAD_DIM + tile, mask=mask0, other=0.0)
+    k0_at = k_head_ptr + first * HEAD_DIM + tile
+    v0_at = v_head_ptr + first * HEAD_DIM + tile
+    k0 = tl.load(k0_at, mask=mask0, other=0.0)
+    v0 = tl.load(v0_at, mask=mask0, other=0.0)
     if PDL and PREFETCH:
         gdc_wait()
 
@@ -197,23 +200,19 @@ def decode_attention_kernel(
             mask=(offs_m < GROUP)[:, None] & in_d[None, :],
             other=0.0,
         )
-        if PREFETCH:
-            newest = kv_base + position * HEAD_DIM + offs_d
-            k_new = tl.load(k_ptr + newest, mask=in_d, other=0.0)
-            v_new = tl.load(v_ptr + newest, mask=in_d, other=0.0)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(first + BLOCK_N, last, BLOCK_N):
             live = start + offs_n < last
             mask = live[:, None] & in_d[None, :]
-            k = tl.load(k_ptr + kv_base + start * HEAD_DIM + tile, mask=mask, other=0.0)
-            v = tl.load(v_ptr + kv_base + start * HEAD_DIM + tile, mask=mask, other=0.0)
+            k = tl.load(k_head_ptr + start * HEAD_DIM + tile, mask=mask, other=0.0)
+            v = tl.load(v_head_ptr + start * HEAD_DIM + tile, mask=mask, other=0.0)
             top, total, acc = attend(q, k, v, live[None, :], top, total, acc, qk_scale, True)
-        if PREFETCH:
-            is_new = (keys0 == position)[:, None]
-            k0 = tl.where(is_new, k_new[None, :], k0)
-            v0 = tl.where(is_new, v_new[None, :], v0)
+        if PREFETCH:  # The current token is the last key: here only if the loop above was empty.
+            mask0 = (keys0 == position)[:, None] & in_d[None, :]
+            k0 = tl.load(k0_at, mask=mask0, other=k0)
+            v0 = tl.load(v0_at, mask=mask0, other=v0)
         top, total, acc = attend(
             q, k0, v0, (keys0 < last)[None, :], top, total, acc, qk_scale, True
         )
@@ -244,8 +243,7 @@ def decode_attention_kernel(
                     HEAD_DIM,
                     BLOCK_G,
                     BLOCK_D,
-                    FAN_IN,
-                    min(UNROLL, FAN_IN),
+                    WIDTH,
                 )
                 bunches = tl.cdiv(active, FAN_IN)
                 if bunches == 1:
@@ -254,13 +252,13 @@ def decode_attention_kernel(
                 else:
                     # The merged bunch replaces its first partial, which no one else reads.
                     tl.debug_barrier()
-                    mine = pair_stats + head * 2 * GROUP + offs_g
-                    tl.store(mine, top_g, mask=offs_g < GROUP)
-                    tl.store(mine + GROUP, total_g, mask=offs_g < GROUP)
+                    merged = pair_stats + head * 2 * GROUP + offs_g
+                    tl.store(merged, top_g, mask=offs_g < GROUP)
+                    tl.store(merged + GROUP, total_g, mask=offs_g < GROUP)
                     head_partial = pair_partial + head * GROUP * HEAD_DIM
                     store_heads(head_partial, acc_g, offs_g, GROUP, HEAD_DIM, BLOCK_D)
                     if arrive(pair_tickets, bunches):
-                        top_g, total_g, acc_g = merge(
+                        _, total_all, acc_all = merge(
                             pair_partial,
                             pair_stats,
                             0,
@@ -270,11 +268,10 @@ def decode_attention_kernel(
                             HEAD_DIM,
                             BLOCK_G,
                             BLOCK_D,
-                            GROUPS,
-                            min(UNROLL, GROUPS),
+                            WIDTH,
                         )
-                        final = acc_g / total_g[:, None]
-                        store_heads(out_head_ptr, final, offs_g, GROUP, HEAD_DIM, BLOCK_D)
+                        whole = acc_all / total_all[:, None]
+                        store_heads(out_head_ptr, whole, offs_g, GROUP, HEAD_DIM, BLOCK_D)
     elif (split == 0) & (slot < 0):
         zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         store_heads(out_head_ptr, zeros, offs_m, GROUP, HEAD_DIM, BLOCK_D)
@@ -286,8 +283,10 @@ def kernel_constants(
     """Compile-time arguments of `decode_attention_kernel` for one config."""
     block_g = triton.next_power_of_2(group)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    # 64 fp32 registers a thread of partials in flight in the merge.
-    unroll = max(1, 64 * 32 * config.num_warps // (block_g * block_d))
+    # A merge round holds 128 fp32 registers a thread of partials, all loaded at once; groups beyond 8
+    # leave less room.
+    registers = 128 if block_g <= 8 else 32
+    width = registers * 32 * config.num_warps // (block_g * block_d)
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -298,8 +297,7 @@ def kernel_constants(
         "BLOCK_N": config.block_n,
         "BLOCK_D": block_d,
         "FAN_IN": config.fan_in,
-        "GROUPS": triton.next_power_of_2(triton.cdiv(config.num_splits, config.fan_in)),
-        "UNROLL": unroll,
+        "WIDTH": max(1, min(config.fan_in, width)),
         "PREFETCH": prefetch,
         "PDL": pdl,
     }

@@ -39,42 +39,42 @@ def merge(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDTH: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
-    """Merge partials first, first + stride, ... (count <= WIDTH of them), always in this order.
+    """Merge partials first, first + stride, ... (`count` of them) in this order, WIDTH a round.
 
-    Reads go to L2 (.cg): other multiprocessors wrote the partials.
+    partial_ptr: fp32 [max_splits, GROUP, D]; stats_ptr: fp32 [max_splits, 2, GROUP] of tops and totals.
+    Returns top, total [BLOCK_G] and acc [BLOCK_G, BLOCK_D]. Reads go to L2 (.cg): other
+    multiprocessors wrote the partials.
     """
     offs_g = tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, BLOCK_D)
     heads = offs_g < GROUP
-    each = tl.arange(0, WIDTH)
-    stats_at = stats_ptr + (first + each * stride)[:, None] * (2 * GROUP) + offs_g[None, :]
-    there = (each < count)[:, None] & heads[None, :]
-    tops = tl.load(stats_at, mask=there, other=float("-inf"), cache_modifier=".cg")
-    totals = tl.load(stats_at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
-    top = tl.where(heads, tl.max(tops, 0), 0.0)  # padding heads: -inf - -inf would be NaN
-    total = tl.sum(tl.exp2(tops - top[None, :]) * totals, 0)
-    total = tl.where(heads, total, 1.0)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for base in tl.static_range(0, WIDTH, UNROLL):
-        each_u = base + tl.arange(0, UNROLL)
-        index = first + each_u * stride
-        there_u = (each_u < count)[:, None] & heads[None, :]
-        tops_u = tl.load(
-            stats_ptr + index[:, None] * (2 * GROUP) + offs_g[None, :],
-            mask=there_u,
-            other=float("-inf"),
-            cache_modifier=".cg",
-        )
-        at = (index[:, None, None] * GROUP + offs_g[None, :, None]) * HEAD_DIM
+    for base in range(0, count, WIDTH):
+        # [head, partial, D]: warps share out the heads, so a thread holds all partials of its
+        # elements and the sums over partials need no exchange between warps.
+        each = base + tl.arange(0, WIDTH)
+        index = (first + each * stride)[None, :]
+        there = heads[:, None] & (each < count)[None, :]
+        stats_at = stats_ptr + index * (2 * GROUP) + offs_g[:, None]
+        part_at = partial_ptr + (index * GROUP + offs_g[:, None])[:, :, None] * HEAD_DIM
         part = tl.load(
-            partial_ptr + at + offs_d[None, None, :],
-            mask=there_u[:, :, None] & (offs_d < HEAD_DIM)[None, None, :],
+            part_at + offs_d[None, None, :],
+            mask=there[:, :, None] & (offs_d < HEAD_DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        acc += tl.sum(part * tl.exp2(tops_u - top[None, :])[:, :, None], 0)
+        tops = tl.load(stats_at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(stats_at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
+        # Padding heads keep a finite top and a total of 1: neither -inf - -inf nor 0 / 0.
+        new_top = tl.where(heads, tl.maximum(top, tl.max(tops, 1)), 0.0)
+        decay = tl.exp2(top - new_top)
+        weights = tl.exp2(tops - new_top[:, None])
+        total = tl.where(heads, total * decay + tl.sum(weights * totals, 1), 1.0)
+        acc = acc * decay[:, None] + tl.sum(part * weights[:, :, None], 1)
+        top = new_top
     return top, total, acc
 
 
