@@ -1,0 +1,87 @@
+"""Small random models for the graph tests: odd structure, weights as HF checkpoints on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint.load import Loaded, load_rank
+from engine.checkpoint.source import CheckpointSource
+from engine.config import ModelConfig, from_dir
+from engine.graph.build import build
+from engine.graph.interpret import Interpreter, StepInput
+from engine.graph.ir import Graph
+from engine.graph.passes import run_passes
+from engine.runtime.state import RankState, new_state
+
+# 28 query heads in groups of 7 as in Qwen2.5-7B; the MLP is no multiple of 128; the vocabulary divides
+# by no TP degree. Llama: 8 KV heads, so that it splits over 8 ranks; tied embeddings in one of them.
+SHAPES = {
+    "qwen2": dict(hidden_size=112, num_attention_heads=28, num_key_value_heads=4, head_dim=16,
+                  intermediate_size=264, vocab_size=331, num_hidden_layers=2, tie_word_embeddings=False),
+    "llama": dict(hidden_size=96, num_attention_heads=8, num_key_value_heads=8, head_dim=32,
+                  intermediate_size=200, vocab_size=317, num_hidden_layers=3, tie_word_embeddings=True),
+    "qwen2-gqa8": dict(hidden_size=64, num_attention_heads=16, num_key_value_heads=2, head_dim=16,
+                       intermediate_size=232, vocab_size=203, num_hidden_layers=2,
+                       tie_word_embeddings=True),
+}  # fmt: skip
+
+
+def save_model(shape: str, folder: Path, seed: int = 0):
+    """A random transformers model with every parameter non-zero, saved to `folder`; returns it in fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    qwen = shape.startswith("qwen2")
+    config_class, model_class = (
+        (Qwen2Config, Qwen2ForCausalLM) if qwen else (LlamaConfig, LlamaForCausalLM)
+    )
+    config = config_class(**SHAPES[shape], max_position_embeddings=256, rms_norm_eps=1e-5)
+    torch.manual_seed(seed)
+    model = model_class(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
+    model.save_pretrained(folder)
+    return model
+
+
+class Lockstep:
+    """A model on the interpreter at one TP degree: prefill and decode, fused or not."""
+
+    def __init__(
+        self, folder: Path, tp: int, *, fused: bool = True, length: int = 64, slots: int = 3
+    ):
+        self.config: ModelConfig = from_dir(folder)
+        self.tp, self.fused = tp, fused
+        graph = self.graph("prefill", length, "all")
+        source = CheckpointSource(folder)
+        self.weights: list[dict[str, Loaded]] = [
+            load_rank(graph.weights, source, rank, "cpu", torch.float32) for rank in range(tp)
+        ]
+        self.states: list[RankState] = [
+            new_state(
+                self.config, tp, slots=slots, length=length, dtype=torch.float32, device="cpu"
+            )
+            for _ in range(tp)
+        ]
+
+    def graph(self, phase: str, rows: int, logits: str = "last") -> Graph:
+        graph = build(self.config, phase=phase, rows=rows, tp=self.tp, logits=logits)
+        return run_passes(graph) if self.fused else graph
+
+    def run(self, graph: Graph, step: StepInput):
+        return Interpreter(graph, self.weights, self.states).run(step)
+
+    def prefill(self, slot: int, ids: list[int], start: int = 0, logits: str = "last"):
+        graph = self.graph("prefill", 64, logits)
+        prompt = torch.tensor(ids, dtype=torch.int32)
+        return self.run(graph, StepInput(prompt=prompt, request=(slot, start, len(ids))))
+
+    def decode(self, slots: list[int]):
+        graph = self.graph("decode", len(slots))
+        return self.run(graph, StepInput(row_slots=torch.tensor(slots, dtype=torch.int32)))
+
+    def vocab_logits(self, output) -> torch.Tensor:
+        return torch.cat(output.logits, dim=-1)[:, : self.config.vocab_size]

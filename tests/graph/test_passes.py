@@ -1,0 +1,170 @@
+"""Structure of the graphs: what each pass leaves behind, and that the verifier catches broken rewrites."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from engine.config import PRESETS, preset, with_layers
+from engine.errors import EngineError
+from engine.graph.build import build
+from engine.graph.dump import dump_graph
+from engine.graph.ir import Value
+from engine.graph.passes import PASSES, run_passes
+from engine.graph.plan import ALIGN, has_buffer, plan, value_bytes
+from engine.graph.verify import GraphError, verify
+
+MODELS = [(name, tp) for name, config in PRESETS.items() for tp in config.valid_tp()]
+PHASES = [("decode", 1, "last"), ("decode", 8, "last"), ("prefill", 64, "last"),
+          ("prefill", 64, "none"), ("prefill", 64, "all")]  # fmt: skip
+
+
+def graph_of(name, tp, phase, rows, logits="last", layers=3):
+    config = with_layers(preset(name), layers)
+    return build(config, phase=phase, rows=rows, tp=tp, logits=logits)
+
+
+@pytest.mark.parametrize("phase,rows,logits", PHASES)
+@pytest.mark.parametrize("name,tp", MODELS)
+def test_every_preset_compiles_and_verifies(name, tp, phase, rows, logits):
+    stages = []
+    final = run_passes(
+        graph_of(name, tp, phase, rows, logits), lambda stage, graph: stages.append((stage, graph))
+    )
+    assert [stage for stage, _ in stages] == ["build", *(p.__name__ for p in PASSES)]
+    kinds = Counter(op.kind for op in final.ops)
+    # A finished graph holds only what lowering knows.
+    assert not set(kinds) & {"rope", "kv_append", "all_reduce", "sample", "add"} - (
+        {"add"} if tp == 1 else set()
+    )
+    assert kinds["push"] == (0 if phase == "decode" or tp == 1 else kinds["poll_residual"])
+
+
+@pytest.mark.parametrize("tp,launches", [(1, 5), (2, 7)])
+def test_launches_per_decode_layer(tp, launches):
+    """qkv, attention, o_proj, gate_up, down; with ranks to talk to, one poll after each of the last two sums."""
+    final = run_passes(graph_of("qwen2.5-72b", tp, "decode", 1))
+    per_layer = Counter(op.layer for op in final.ops if op.layer is not None)
+    assert per_layer == {0: launches, 1: launches, 2: launches}
+
+
+@pytest.mark.parametrize("phase,rows,logits", PHASES)
+def test_exchange_sites_are_even_and_in_order(phase, rows, logits):
+    """Two slots alternate by site, across replays too: so every graph has an even number of them."""
+    final = run_passes(graph_of("qwen2.5-7b", 4, phase, rows, logits))
+    sites = [op.attrs["site"] for op in final.ops if op.kind == "poll_residual"]
+    assert sites == list(range(len(sites))) and len(sites) % 2 == 0
+    pushes = [op.attrs["site"] for op in final.ops
+              if op.kind == "push" or op.attrs.get("epilogue") == "push"]  # fmt: skip
+    assert pushes == sites
+
+
+def test_chunk_without_head_stops_after_the_last_kv_append():
+    final = run_passes(graph_of("qwen2.5-7b", 1, "prefill", 64, "none"))
+    assert final.output is None and final.ops[-1].kind == "rope_append" and final.ops[-1].layer == 2
+
+
+def test_phases_agree_on_the_weights():
+    """Decode and prefill run from one set of tensors."""
+    graphs = [run_passes(graph_of("qwen2.5-72b", 2, *p)) for p in PHASES]
+    for graph in graphs[1:]:
+        assert graph.weights.items() <= graphs[0].weights.items()
+
+
+def test_qkv_weights_are_merged_and_permuted():
+    final = run_passes(graph_of("qwen2.5-72b", 8, "decode", 1))
+    spec = final.weights["model.layers.0.self_attn.qkv_proj.weight"]
+    assert [part.layout for part in spec.parts] == ["rope_pairs", "rope_pairs", "natural"]
+    assert spec.local_shape(7) == (1024 + 2 * 128, 8192)
+    assert spec.parts[0].ranges[7] == (7168, 8192) and spec.parts[1].ranges[7] == (896, 1024)
+    gate_up = final.weights["model.layers.0.mlp.gate_up_proj.weight"]
+    assert gate_up.combine == "interleave" and gate_up.local_shape(0) == (2 * 3696, 8192)
+
+
+def test_kv_heads_replicate_by_whole_groups():
+    """qwen2.5-3b: 16 query heads, 2 KV heads, TP 8: four ranks hold the same KV head."""
+    final = run_passes(graph_of("qwen2.5-3b", 8, "decode", 1))
+    spec = final.weights["model.layers.0.self_attn.qkv_proj.weight"]
+    assert [r[0] // 128 for r in spec.parts[1].ranges] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_shard_of_gives_each_rank_the_larger_degrees_share():
+    config = with_layers(preset("qwen2.5-72b"), 1)
+    graph = run_passes(build(config, phase="decode", rows=1, tp=2, shard_of=8))
+    assert graph.tp == 2
+    assert graph.weights["model.layers.0.mlp.down_proj.weight"].local_shape(1) == (8192, 3696)
+    with pytest.raises(EngineError, match="valid degrees: 1, 2, 4"):
+        build(preset("qwen2.5-7b"), phase="decode", rows=1, tp=2, shard_of=8)
+
+
+@pytest.mark.parametrize("phase,rows,logits", PHASES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_plan_never_overlaps_live_buffers(phase, rows, logits, tp):
+    graph = run_passes(graph_of("qwen2.5-7b", tp, phase, rows, logits))
+    buffers = plan(graph, 2)
+    last = {value: uses[-1] for value, uses in graph.consumers().items()}
+    if graph.output is not None:
+        last[graph.output] = len(graph.ops)
+    spans = [(buffers.offsets[v], buffers.offsets[v] + value_bytes(v, 2), i, last.get(v, i))
+             for i, op in enumerate(graph.ops) if has_buffer(op) for v in op.outputs]  # fmt: skip
+    assert spans and all(start % ALIGN == 0 for start, *_ in spans)
+    assert max(stop for _, stop, *_ in spans) <= buffers.arena_bytes
+    for i, (start, stop, born, dies) in enumerate(spans):
+        for other in spans[:i]:
+            if other[3] >= born and dies >= other[2]:
+                assert stop <= other[0] or other[1] <= start
+    # Reuse: three layers need no more than about one layer's buffers (the logits aside).
+    one = plan(run_passes(graph_of("qwen2.5-7b", tp, phase, rows, logits, layers=2)), 2).arena_bytes
+    assert buffers.arena_bytes <= one * 1.01
+
+
+def broken(graph, mutate):
+    with pytest.raises(GraphError) as error:
+        verify(mutate(graph))
+    return str(error.value)
+
+
+def test_verifier_finds_what_a_bad_pass_does():
+    graph = run_passes(graph_of("qwen2.5-7b", 2, "decode", 1))
+
+    def ops(change):
+        return lambda g: replace(g, ops=tuple(change(list(g.ops))))
+
+    def swap_value(index, role_index, value):
+        def change(line):
+            op = line[index]
+            inputs = list(op.inputs)
+            inputs[role_index] = value
+            line[index] = replace(op, inputs=tuple(inputs))
+            return line
+
+        return change
+
+    assert "before it is defined" in broken(graph, ops(lambda line: [line[1], line[0], *line[2:]]))
+    assert "defined twice" in broken(graph, ops(lambda line: [line[0], *line]))
+    wrong = Value("h0", (1, 7))
+    assert "before it is defined" in broken(graph, ops(swap_value(1, 0, wrong)))
+    weight = next(v for v in graph.ops[1].inputs if v.kind == "weight")
+    lost = replace(weight, name="model.layers.0.lost.weight")
+    assert "no spec" in broken(graph, ops(swap_value(1, 1, lost)))
+    shapes = replace(weight, shape=(weight.shape[0] + 16, weight.shape[1]))
+    assert "its spec gives" in broken(graph, ops(swap_value(1, 1, shapes)))
+    unknown = ops(lambda line: [replace(line[0], kind="teleport"), *line[1:]])
+    assert "unknown kind" in broken(graph, unknown)
+    index = next(i for i, op in enumerate(graph.ops) if op.attrs.get("epilogue") == "push")
+    message = replace(graph.ops[index].out, sharding="replicated")
+    whole = ops(
+        lambda line: [*line[:index], replace(line[index], outputs=(message,)), *line[index + 1 :]]
+    )
+    assert "replicated" in broken(graph, whole)
+
+
+def test_dump_is_short_and_complete():
+    """80 layers fold to two; every pass has its section; both phases and the plan are there."""
+    text = dump_graph(preset("qwen2.5-72b"), 2)
+    for transform in PASSES:
+        assert text.count(f"== after {transform.__name__}") == 2
+    assert "layers 2..79: as above" in text and "arena of" in text
+    assert len(text.splitlines()) < 800
