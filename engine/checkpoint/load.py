@@ -221,6 +221,7 @@ def _materialize(
         else:
             weight[where] = value
             check = check + weight[where].sum(dtype=torch.float32)
+        del value  # before the next part is read: one slice at a time
     return Loaded(weight, scale), check
 
 
