@@ -112,7 +112,7 @@ class Scheduler:
         delta = request.abort()
         if request.slot is not None:
             self._release(request)
-        else:
+        elif request in self._waiting:
             self._waiting.remove(request)
         return delta
 

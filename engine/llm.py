@@ -1,0 +1,319 @@
+"""LLM: the public Python API, in the de facto shape (generate, chat, stream)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import PRESETS, EngineConfig, ModelConfig, from_dir, preset
+from engine.errors import EngineError, RequestError
+from engine.outputs import Delta, RequestOutput
+from engine.prompts import Prompt, as_batch, check_token_ids, naming, one_each
+from engine.request import Request
+from engine.sampling import MAX_SEED, SamplingParams
+from engine.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]  # one conversation
+
+
+class LLM:
+    """A model ready to answer. Use it as a context manager, or call close().
+
+    Arguments are the fields of EngineConfig, plus chat_template, a file that replaces the
+    checkpoint's. Raises EngineError (CheckpointError) for what cannot be served, before any GPU
+    work. One thread at a time; several stream() iterators may be open and share decode steps.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tokenizer: str | Path | None = None,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        load_format: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        gpu_memory_utilization: float = 0.9,
+        seed: int = 0,
+        enforce_eager: bool = False,
+        shard_of: int | None = None,
+        chat_template: str | Path | None = None,
+    ) -> None:
+        self._closed = True  # until there is something to close
+        config = EngineConfig(
+            model=None if model is None else str(model),
+            tokenizer=None if tokenizer is None else str(tokenizer),
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            quantization=quantization,
+            load_format=load_format,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            enforce_eager=enforce_eager,
+            shard_of=shard_of,
+        )
+        self.config, self.model_config, directory = resolve(config)
+        self.tokenizer = _load_tokenizer(self.config, directory, chat_template)
+        from engine.text.tokenizer import eos_token_ids
+
+        eos = eos_token_ids(directory, self.model_config.eos_token_ids, self.tokenizer)
+        self.eos_token_ids: frozenset[int] = eos
+        from engine.runtime import create_executor
+
+        self._executor = create_executor(self.config, self.model_config)
+        self._closed = False
+        self._scheduler = Scheduler(self._executor)
+        self._inboxes: dict[Request, deque[Delta]] = {}
+        self._count = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens that a prompt and its answer can have together."""
+        return self._executor.max_model_len
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.tokenizer
+
+    def stats(self) -> dict[str, Any]:
+        """The executor's counters, memory, start-up phases and bandwidth roof."""
+        return self._executor.stats()
+
+    # ---- requests
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts; text is tokenised as it is, without a chat template.
+
+        One SamplingParams serves all prompts, or give one each. use_tqdm None shows a bar on a
+        terminal for more than one prompt. Every prompt is checked before any starts: RequestError
+        names the prompt's index. DeviceError if the device fails; the LLM must then be closed.
+        """
+        arrival = time.perf_counter()
+        batch = as_batch(prompts)
+        params = one_each(sampling_params, len(batch))
+        requests = []
+        for i, (prompt, one) in enumerate(zip(batch, params)):
+            with naming(i, len(batch)):
+                requests.append(self._request(prompt, one, arrival))
+        return self._complete(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+        *,
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or several, formatted by the checkpoint's chat template.
+
+        A conversation is a list of {"role", "content"}. Without a system message the template's own
+        default applies. tools and chat_template_kwargs go to the template.
+        """
+        arrival = time.perf_counter()
+        one_conversation = bool(messages) and isinstance(messages[0], Mapping)
+        batch: list[Any] = [messages] if one_conversation or not messages else list(messages)
+        params = one_each(sampling_params, len(batch))
+        variables = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        requests = []
+        for i, (conversation, one) in enumerate(zip(batch, params)):
+            with naming(i, len(batch)):
+                text, ids = self.encode_chat(conversation, tools=tools, **variables)
+                requests.append(self._request(ids, one, arrival, text))
+        return self._complete(requests, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """Deltas of one answer as they become certain; str(delta) is text, the last has `.output`.
+
+        `prompt` is a prompt as for generate(), or a conversation as for chat(). The request is checked
+        at once and starts with the first next(); closing the iterator aborts it.
+        """
+        arrival = time.perf_counter()
+        text = None
+        if not isinstance(prompt, (str, Mapping)) and prompt and isinstance(prompt[0], Mapping):
+            text, prompt = self.encode_chat(prompt)  # type: ignore[arg-type]
+        request = self._request(prompt, sampling_params or SamplingParams(), arrival, text)  # type: ignore[arg-type]
+        return self._deltas(request)
+
+    def encode_chat(
+        self, messages: Messages, *, tools: list[dict] | None = None, **variables: Any
+    ) -> tuple[str, list[int]]:
+        """(prompt text, token ids) of a conversation. RequestError without tokenizer or template."""
+        tokenizer = self._need_tokenizer("chat")
+        plain = [dict(m) if isinstance(m, Mapping) else m for m in messages]
+        return tokenizer.encode_chat(plain, tools=tools, **variables)
+
+    # ---- inside
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, and {self.model_config.name} has none here: give token "
+                "ids (--input-len N makes random ones), or a directory with --tokenizer"
+            )
+        return self.tokenizer
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, arrival: float, text: str | None = None
+    ) -> Request:
+        if self._closed:
+            raise EngineError("this LLM is closed")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is {type(params).__name__}, not SamplingParams")
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise RequestError(
+                    f"a prompt dict has 'prompt' or 'prompt_token_ids', not {sorted(unknown)}"
+                )
+            text = prompt.get("prompt")
+            prompt = prompt.get("prompt_token_ids", text)
+        if isinstance(prompt, str):
+            text, prompt = prompt, self._need_tokenizer("a text prompt").encode(prompt)
+        ids = check_token_ids(prompt, self.model_config.vocab_size)
+        self._count += 1
+        seed = params.seed
+        if seed is None:  # reproducible for the same sequence of calls, different for each request
+            seed = (self.config.seed * 1_000_003 + self._count) & MAX_SEED
+        return Request(
+            str(self._count - 1),
+            ids,
+            params,
+            max_model_len=self.max_model_len,
+            eos=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+            prompt=text,
+            seed=seed,
+            arrival=arrival,
+        )
+
+    def _complete(self, requests: list[Request], use_tqdm: bool | None) -> list[RequestOutput]:
+        bar = _progress_bar(len(requests), use_tqdm)
+        outputs: dict[Request, RequestOutput] = {}
+        try:
+            with closing(self._updates(requests)) as updates:
+                for request, delta in updates:
+                    if delta.output is not None:
+                        outputs[request] = delta.output
+                        if bar is not None:
+                            bar.update()
+        finally:
+            if bar is not None:
+                bar.close()
+        return [outputs[r] for r in requests]
+
+    def _deltas(self, request: Request) -> Iterator[Delta]:
+        with closing(self._updates([request])) as updates:
+            for _, delta in updates:
+                yield delta
+
+    def _updates(self, requests: list[Request]) -> Generator[tuple[Request, Delta]]:
+        """Turn the scheduler until these requests end; ending the iterator early aborts them."""
+        inboxes = self._inboxes
+        try:
+            for request in requests:
+                inboxes[request] = deque()
+                self._scheduler.add(request)
+            running = list(requests)
+            while running:
+                if not any(inboxes[r] for r in running):
+                    if self._closed:
+                        raise EngineError("this LLM was closed while it was generating")
+                    # Steps are shared: what belongs to another iterator goes to its inbox.
+                    for request, delta in self._scheduler.step():
+                        if request in inboxes:
+                            inboxes[request].append(delta)
+                for request in list(running):
+                    while inboxes[request]:
+                        delta = inboxes[request].popleft()
+                        if delta.output is not None:
+                            running.remove(request)
+                        yield request, delta
+        finally:
+            for request in requests:
+                self._scheduler.abort(request)
+                inboxes.pop(request, None)
+
+    def close(self) -> None:
+        """End all requests and give the devices back. Safe to call again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._scheduler.abort_all()
+        self._executor.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, Path | None]:
+    """(config with `model` made a local directory, the model's shape, that directory or None).
+
+    Raises EngineError for what the shapes alone rule out. Imports neither torch nor a tokenizer.
+    """
+    directory: Path | None = None
+    if config.load_format == "dummy" and not Path(config.model or "").is_dir():
+        if config.model is None:
+            raise EngineError(
+                f"--load-format dummy needs --model: a directory or one of {', '.join(PRESETS)}"
+            )
+        model = preset(config.model)
+    else:
+        from engine.demo import resolve_model
+
+        directory = resolve_model(config.model if config.model else None)
+        model = from_dir(directory)
+        config = replace(config, model=str(directory))
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise EngineError(
+            f"--max-model-len {config.max_model_len} is over the {limit} positions of {model.name}"
+        )
+    model.shard(config.shard_of or config.tensor_parallel_size)
+    return config, model, directory
+
+
+def _load_tokenizer(
+    config: EngineConfig, directory: Path | None, chat_template: str | Path | None
+) -> Tokenizer | None:
+    """None if the model's own directory has none: token ids still work."""
+    path = Path(config.tokenizer).expanduser() if config.tokenizer else directory
+    if path is None or (config.tokenizer is None and not (path / "tokenizer.json").is_file()):
+        return None
+    from engine.text.tokenizer import Tokenizer
+
+    return Tokenizer(path, chat_template)
+
+
+def _progress_bar(count: int, wanted: bool | None):
+    if not (wanted if wanted is not None else count > 1 and sys.stderr.isatty()):
+        return None
+    from tqdm import tqdm
+
+    return tqdm(total=count, desc="requests", unit="req", file=sys.stderr)
