@@ -32,6 +32,8 @@ from engine.kernels.silu import silu_mul
 KEY_FIELDS = ("t", "n", "k", "weight_dtype")
 SOURCES = ("gemm.py", "gemm_kernel.py")
 
+GemmEpilogue = Store | Residual | SiluMul
+
 _TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _FP8 = torch.float8_e4m3fn
 
@@ -136,7 +138,7 @@ def gemm(
     """
     t, k = x.shape
     n = w.shape[0]
-    _check(x, w, epilogue)
+    epilogue = _checked(x, w, epilogue)
     if config.kernel == "cublas" and _cublas(x, w, epilogue, scale, bias, workspace, pdl):
         return
     if config.kernel == "cublas":
@@ -174,8 +176,8 @@ def gemm(
 _EPILOGUES: dict[type, int] = {Store: 0, Residual: 1, SiluMul: 2}
 
 
-def _check(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> None:
-    if type(epilogue) not in _EPILOGUES:
+def _checked(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> GemmEpilogue:
+    if not isinstance(epilogue, GemmEpilogue):
         raise EngineError(
             f"gemm: no {type(epilogue).__name__} epilogue; it has Store, Residual, SiluMul"
         )
@@ -188,6 +190,7 @@ def _check(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> None:
         raise EngineError(
             f"gemm: x {tuple(x.shape)} with w {tuple(w.shape)} into {tuple(epilogue.out.shape)}"
         )
+    return epilogue
 
 
 def _tma_able(matrix: torch.Tensor) -> bool:
@@ -198,7 +201,7 @@ def _tma_able(matrix: torch.Tensor) -> bool:
 def _cublas(
     x: torch.Tensor,
     w: torch.Tensor,
-    epilogue: Epilogue,
+    epilogue: GemmEpilogue,
     scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     workspace: GemmWorkspace | None,
@@ -208,7 +211,7 @@ def _cublas(
 
     Residual is the library's own C operand: fp32 sum, one rounding. SiluMul rounds the pairs to 16 bits first.
     """
-    if w.dtype != x.dtype or scale is not None or epilogue_dtype(epilogue) != x.dtype:
+    if w.dtype != x.dtype or scale is not None or epilogue.out.dtype != x.dtype:
         return False
     if isinstance(epilogue, Residual):
         if bias is not None:
@@ -232,10 +235,6 @@ def _cublas(
             pairs, epilogue.out, pdl=False
         )  # the library's kernel never releases dependents early
     return True
-
-
-def epilogue_dtype(epilogue: Epilogue) -> torch.dtype:
-    return epilogue.out.dtype
 
 
 def linear_ref(

@@ -22,7 +22,7 @@ def upcast_fp8(w, dtype: tl.constexpr):
     """e4m3 -> dtype, exact for every finite value (fp32 in the interpreter, whose dot wants it)."""
     if INTERPRET:
         return w.to(tl.float32)
-    if dtype == tl.bfloat16:
+    elif dtype == tl.bfloat16:
         # Four values at a time. S EEEE MMM is sign-extended to 16 bits, shifted to the place of bf16's sign,
         # low exponent and high mantissa bits, and scaled by 2^120, the difference of the two exponent
         # biases; subnormals come out right because bf16 has them too. Four instructions for two values;
@@ -31,15 +31,16 @@ def upcast_fp8(w, dtype: tl.constexpr):
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 lo, hi;
+            .reg .b32 lo, hi, two120;
+            mov.b32 two120, 0x7b807b80;
             prmt.b32 lo, $2, 0, 0x9180;
             prmt.b32 hi, $2, 0, 0xb3a2;
             shl.b32 lo, lo, 4;
             shl.b32 hi, hi, 4;
             and.b32 lo, lo, 0x87f087f0;
             and.b32 hi, hi, 0x87f087f0;
-            mul.rn.bf16x2 $0, lo, 0x7b807b80;
-            mul.rn.bf16x2 $1, hi, 0x7b807b80;
+            mul.rn.bf16x2 $0, lo, two120;
+            mul.rn.bf16x2 $1, hi, two120;
             }
             """,
             "=r,=r,r",
@@ -48,7 +49,8 @@ def upcast_fp8(w, dtype: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    return w.to(dtype)
+    else:
+        return w.to(dtype)
 
 
 @triton.jit
@@ -58,17 +60,19 @@ def _load_tile(
     """[BR, BK] of a [rows, K] matrix; zeros outside. `source` is a TMA descriptor or a pointer."""
     if TMA:
         return source.load([row, k])
-    r = row + tl.arange(0, BR)[:, None]
-    c = k + tl.arange(0, BK)[None, :]
-    inside = (r < rows) & (c < K)
-    return tl.load(source + r.to(tl.int64) * stride + c, mask=inside, other=0.0)
+    else:
+        r = row + tl.arange(0, BR)[:, None]
+        c = k + tl.arange(0, BK)[None, :]
+        inside = (r < rows) & (c < K)
+        return tl.load(source + r.to(tl.int64) * stride + c, mask=inside, other=0.0)
 
 
 @triton.jit
 def _dot(a, b, acc):
     if INTERPRET:  # it would multiply the bit patterns of bf16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -76,21 +80,24 @@ def _across(v, SWAP: tl.constexpr):
     """A vector over weight rows, shaped to broadcast over the accumulator."""
     if SWAP:
         return v[:, None]
-    return v[None, :]
+    else:
+        return v[None, :]
 
 
 @triton.jit
 def _offsets(t, n, stride, SWAP: tl.constexpr):
     if SWAP:
         return t[None, :].to(tl.int64) * stride + n[:, None]
-    return t[:, None].to(tl.int64) * stride + n[None, :]
+    else:
+        return t[:, None].to(tl.int64) * stride + n[None, :]
 
 
 @triton.jit
 def _inside(t, n, T, N, SWAP: tl.constexpr):
     if SWAP:
         return (t[None, :] < T) & (n[:, None] < N)
-    return (t[:, None] < T) & (n[None, :] < N)
+    else:
+        return (t[:, None] < T) & (n[None, :] < N)
 
 
 @triton.jit
