@@ -48,6 +48,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         seed: int = 0,
         enforce_eager: bool = False,
+        virtual_ranks: bool = False,
         shard_of: int | None = None,
         chat_template: str | Path | None = None,
     ) -> None:
@@ -65,6 +66,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
             enforce_eager=enforce_eager,
+            virtual_ranks=virtual_ranks,
             shard_of=shard_of,
         )
         self.config, self.model_config, directory = resolve(config)
@@ -278,8 +280,8 @@ def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, Path | Non
     Raises EngineError for what the shapes alone rule out. Imports neither torch nor a tokenizer.
     """
     directory: Path | None = None
-    if config.load_format == "dummy" and not Path(config.model or "").is_dir():
-        if config.model is None:
+    if config.load_format == "dummy" and not (config.model and Path(config.model).is_dir()):
+        if not config.model:
             raise EngineError(
                 f"--load-format dummy needs --model: a directory or one of {', '.join(PRESETS)}"
             )

@@ -209,3 +209,22 @@ def write_sentencepiece(path: Path, **config) -> Path:
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
+
+
+def write_model(path: Path, **tokenizer_config) -> Path:
+    """A directory that looks like a checkpoint to everything but the weight loader."""
+    write_byte_level(path, **tokenizer_config)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 400,
+        "max_position_embeddings": 128,
+        "eos_token_id": 0,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    return path
