@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.checkpoint.load import Loaded, LoadProgress, load_rank
+from engine.checkpoint.load import Loaded, LoadProgress, find_aliases, load_rank
 from engine.checkpoint.memory import MemoryTable, check_fit, weight_bytes
 from engine.checkpoint.source import CheckpointSource, DummySource, WeightSource
 from engine.config import EngineConfig, ModelConfig
@@ -80,18 +80,29 @@ def _load(
     ranks = range(len(devices))
     quantization = engine.quantization
     total = sum(weight_bytes(specs.values(), rank, dtype, quantization) for rank in ranks)
-    shared = {name for name, spec in specs.items() if all(p.axis is None for p in spec.parts)}
     loaded: list[dict[str, Loaded]] = []
     with LoadProgress(total) as progress:
         for rank, device in enumerate(devices):
-            # Ranks on one device share what is replicated (norms, the embedding table).
-            twin = next((r for r in range(rank) if devices[r] == device), None)
-            own = {n: s for n, s in specs.items() if twin is None or n not in shared}
-            weights = load_rank(own, source, rank, device, dtype, quantization, progress)
-            if twin is not None:
-                weights.update({name: loaded[twin][name] for name in shared})
+            weights = load_rank(specs, source, rank, device, dtype, quantization, progress)
+            if device in devices[:rank]:
+                _share(weights, loaded[devices.index(device)], specs, rank, quantization)
             loaded.append(weights)
     return loaded
+
+
+def _share(
+    weights: dict[str, Loaded],
+    twin: dict[str, Loaded],
+    specs: dict[str, WeightSpec],
+    rank: int,
+    quantization: str | None,
+) -> None:
+    """Take what is replicated (norms, the embedding table) from another rank of the same device."""
+    for name, spec in specs.items():
+        if all(part.axis is None for part in spec.parts):
+            weights[name] = twin[name]
+    for name, (owner, first, last) in find_aliases(specs.values(), rank, quantization).items():
+        weights[name] = Loaded(weights[owner].weight[first:last])
 
 
 def create_cpu_executor(engine: EngineConfig, model: ModelConfig) -> CpuExecutor:

@@ -1,0 +1,96 @@
+"""Single-stream latency of the whole engine on the card: start-up, TTFT, decode rate, share of the roof.
+
+    python -m bench.latency --model qwen2.5-72b --quantization fp8 --tp 2
+
+Dummy weights, greedy, batch 1; 512 tokens in, 256 out. Share of the roof = (weight bytes + KV bytes read per
+token per GPU) / (copy bandwidth of the same run, read + write) / time per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+from bench.rows import Rows
+from engine.config import EngineConfig, preset
+from engine.runtime import create_executor
+
+
+def generate(executor, ids, tokens, slot=0):
+    """(ids, seconds to the first token, seconds per later token): steps are queued ahead of the reads."""
+    start = time.perf_counter()
+    handles = [executor.prefill(slot, ids)]
+    out = executor.read(handles.pop())
+    first = time.perf_counter()
+    queued = 1
+    while len(out) < tokens:
+        while queued < tokens and len(handles) < executor.max_in_flight:
+            handles.append(executor.decode([slot]))
+            queued += 1
+        out += executor.read(handles.pop(0))
+    end = time.perf_counter()
+    return out, first - start, (end - first) / (tokens - 1)
+
+
+def measure(
+    rows: Rows, args, model: str, quantization: str | None, tp: int, shard_of: int | None
+) -> None:
+    """One deployment: start, run `--iters` times, write its rows."""
+    begin = time.perf_counter()
+    config = EngineConfig(
+        model=model, tensor_parallel_size=tp, quantization=quantization, load_format="dummy",
+        device="cuda", max_num_seqs=1, max_model_len=args.max_model_len, shard_of=shard_of,
+    )  # fmt: skip
+    executor = create_executor(config, preset(model))
+    startup = time.perf_counter() - begin
+    stats = executor.stats()
+    facts = dict(model=model, quantization=quantization or "none", tp=tp, shard_of=shard_of,
+                 context=args.input_len)  # fmt: skip
+    ids = [(i * 7919 + 13) % 150000 for i in range(args.input_len)]
+    runs = [generate(executor, ids, args.output_len) for _ in range(args.iters + 1)][1:]
+    same = all(run[0] == runs[0][0] for run in runs)
+    tpot = statistics.median(run[2] for run in runs)
+    ttft = statistics.median(run[1] for run in runs)
+    roof = stats["roof"]
+    kv = roof["kv_bytes_per_token"] * (args.input_len + args.output_len / 2)
+    share = (roof["weight_bytes"] + kv) / roof["copy_bandwidth"] / tpot
+    rows.add("startup_s", startup, "s", **facts)
+    rows.add("ttft_ms", ttft * 1e3, "ms", **facts)
+    rows.add("decode_tok_s", 1 / tpot, "tok/s", share=share, **facts)
+    phases = ", ".join(f"{k} {v:.1f}" for k, v in stats["startup_s"].items())
+    shard = f" shard-of {shard_of}" if shard_of else ""
+    print(
+        f"{model} {quantization or 'bf16'} tp={tp}{shard}: start {startup:.1f} s ({phases}); TTFT {ttft * 1e3:.2f} "
+        f"ms; {1 / tpot:.1f} tok/s, {share:.3f} of the roof ({roof['copy_bandwidth'] / 1e12:.2f} TB/s); "
+        f"runs equal: {same}; min TTFT {min(r[1] for r in runs) * 1e3:.2f}",
+        flush=True,
+    )
+    executor.close()
+
+
+def main() -> None:
+    """Measure each of the deployments given as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "deployments", nargs="+", help="such as qwen2.5-7b:none:1 qwen2.5-72b:fp8:2:8"
+    )
+    parser.add_argument("--input-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--iters", type=int, default=5)
+    args = parser.parse_args()
+    rows = Rows("latency")
+    for text in args.deployments:
+        model, quantization, tp, *shard = text.split(":")
+        try:
+            measure(rows, args, model, None if quantization == "none" else quantization, int(tp),
+                    int(shard[0]) if shard else None)  # fmt: skip
+        except Exception as e:  # one broken deployment must not cost the card time of the others
+            print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
+
+
+if __name__ == "__main__":
+    main()
