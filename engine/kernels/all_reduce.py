@@ -163,7 +163,7 @@ def one_shot_kernel(
                 for r in tl.static_range(WORLD):
                     push16(own + clear + r * message + at, armed, armed, armed, armed, live)
             words = wait_messages(
-                own + slot + at, message, status, limit_us, rank, call_site, slot, WORLD, 4
+                own + slot + at, message, 0, status, limit_us, rank, call_site, slot, WORLD, 4
             )
             if CLEAR_OWN:
                 tl.debug_barrier()  # every lane has read before any lane re-arms
@@ -328,7 +328,9 @@ def all_reduce(
     )
 
 
-def all_reduce_ref(partials: list[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
+def all_reduce_ref(
+    partials: list[torch.Tensor], residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sum in rank order in fp32 (fp64 if the input is), + residual, one rounding to the input's dtype.
 
     A zero result is +0.0, as in the kernels. partials: one tensor a rank, all of one shape and dtype.

@@ -162,7 +162,7 @@ def _message_asm(world, vector):
     """Poll `world` messages of `vector` words at base + r * stride, all loads of a poll in flight together."""
     outputs = world * vector
     addresses = ", ".join(f"a{r}" for r in range(world))
-    asm = _prologue(outputs + 2) + f".reg .u64 {addresses};\n    mov.u64 a0, ${outputs};\n"
+    asm = _prologue(outputs + 3) + f".reg .u64 {addresses};\n    mov.u64 a0, ${outputs};\n"
     for r in range(1, world):
         asm += f"    add.u64 a{r}, a{r - 1}, ${outputs + 1};\n"
     asm += "    POLL:\n"
@@ -174,12 +174,13 @@ def _message_asm(world, vector):
     find = ""
     for r in reversed(range(world)):
         find += _missing(words[r], vector == 4) + f"\n    @p mov.u32 peer, {r};\n    "
+    find += f"add.u32 peer, peer, ${outputs + 2};"
     return asm + _expiry("mov.u32 peer, 0;\n    " + find)
 
 
 @triton.constexpr_function
 def _message_constraints(world, vector):
-    return ",".join(["=&r"] * (world * vector)) + ",l,l,l,r,r,r,r,r"
+    return ",".join(["=&r"] * (world * vector)) + ",l,l,r,l,r,r,r,r,r"
 
 
 @triton.constexpr_function
@@ -189,17 +190,26 @@ def _message_types(world, vector):
 
 @triton.jit
 def wait_messages(
-    base, stride, status, limit_us, rank, site, slot, WORLD: tl.constexpr, VECTOR: tl.constexpr
+    base,
+    stride,
+    first_peer,
+    status,
+    limit_us,
+    rank,
+    site,
+    slot,
+    WORLD: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Spin until the WORLD messages at base + r * stride have arrived (or the limit; see above).
 
     base: int64 addresses [lanes], own memory, VECTOR x 4 bytes aligned. VECTOR 4: 16-bit payload;
-    2: 32-bit payload. Returns WORLD x VECTOR int32 tensors [lanes], message by message.
+    2: 32-bit payload. first_peer: rank of message 0, for `status`. Returns WORLD x VECTOR int32 tensors [lanes], message by message.
     """
     return tl.inline_asm_elementwise(
         _message_asm(WORLD, VECTOR),
         _message_constraints(WORLD, VECTOR),
-        [base, stride, status, limit_us, rank, site, slot, tl.program_id(0)],
+        [base, stride, first_peer, status, limit_us, rank, site, slot, tl.program_id(0)],
         dtype=_message_types(WORLD, VECTOR),
         is_pure=False,
         pack=1,

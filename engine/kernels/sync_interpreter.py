@@ -67,22 +67,28 @@ def _spin(ready, missing_peer, status, limit_us, rank, site, slot) -> None:
             return
 
 
-def wait_messages(base, stride, status, limit_us, rank, site, slot, WORLD, VECTOR):
+def wait_messages(base, stride, first_peer, status, limit_us, rank, site, slot, WORLD, VECTOR):
     offsets = np.arange(WORLD)[:, None] * _scalar(stride) + np.arange(VECTOR) * 4
     address = _array(base).astype(np.int64)[None, None, :] + offsets[:, :, None]
     words = np.empty(0)
 
     def missing() -> np.ndarray:
         if VECTOR == 4:
-            return (words.view(np.int16) == _HALF).any(axis=(1, 2))
-        return (words == _WORD).any(axis=(1, 2))
+            halves = (words & 0xFFFF == 0x8000) | (words >> 16 == _HALF)
+            return halves.any(axis=1)  # [WORLD, lanes]
+        return (words == _WORD).any(axis=1)
 
     def ready() -> bool:
         nonlocal words
         words = _load(address)
         return not missing().any()
 
-    _spin(ready, lambda: int(missing().argmax()), status, limit_us, rank, site, slot)
+    def first_missing() -> int:
+        message, lane = np.unravel_index(int(missing().argmax()), (WORLD, address.shape[2]))
+        peers = np.broadcast_to(_array(first_peer), (address.shape[2],))
+        return int(message + peers[lane])
+
+    _spin(ready, first_missing, status, limit_us, rank, site, slot)
     return tuple(_tensor(words[r, i], tl.int32) for r in range(WORLD) for i in range(VECTOR))
 
 
