@@ -28,21 +28,27 @@ SHAPES = {
 }  # fmt: skip
 
 
-def save_model(shape: str, folder: Path, seed: int = 0):
-    """A random transformers model with every parameter non-zero, saved to `folder`; returns it in fp32."""
+def save_model(shape: str, folder: Path, seed: int = 0, overrides: dict | None = None):
+    """A random transformers model with every parameter non-zero, saved to `folder`; returns it in fp32.
+
+    Matrices have entries of 1.7 / sqrt(fan-in), so that activations and logits are of size 1 to 10.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     qwen = shape.startswith("qwen2")
     config_class, model_class = (
         (Qwen2Config, Qwen2ForCausalLM) if qwen else (LlamaConfig, LlamaForCausalLM)
     )
-    config = config_class(**SHAPES[shape], max_position_embeddings=256, rms_norm_eps=1e-5)
+    config = config_class(
+        **(overrides or SHAPES[shape]), max_position_embeddings=256, rms_norm_eps=1e-5
+    )
     torch.manual_seed(seed)
     model = model_class(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.15 * noise)
+            size = 1.7 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 0.15
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else size * noise)
     model.save_pretrained(folder)
     return model
 
@@ -51,14 +57,22 @@ class Lockstep:
     """A model on the interpreter at one TP degree: prefill and decode, fused or not."""
 
     def __init__(
-        self, folder: Path, tp: int, *, fused: bool = True, length: int = 64, slots: int = 3
+        self,
+        folder: Path,
+        tp: int,
+        *,
+        fused: bool = True,
+        length: int = 64,
+        slots: int = 3,
+        quantization: str | None = None,
     ):
         self.config: ModelConfig = from_dir(folder)
         self.tp, self.fused = tp, fused
         graph = self.graph("prefill", length, "all")
         source = CheckpointSource(folder)
         self.weights: list[dict[str, Loaded]] = [
-            load_rank(graph.weights, source, rank, "cpu", torch.float32) for rank in range(tp)
+            load_rank(graph.weights, source, rank, "cpu", torch.float32, quantization)
+            for rank in range(tp)
         ]
         self.states: list[RankState] = [
             new_state(

@@ -1,0 +1,222 @@
+"""The whole engine on the card against the interpreter: kernels, graphs, exchange, step loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, from_dir
+from engine.runtime import create_executor
+from tests.graph.models import SHAPES, Lockstep, save_model
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [
+    [5, 17, 99, 3, 42, 42, 7, 150, 11, 8, 64],
+    [3, 1, 4],
+    [(i * 31 + 7) % 300 for i in range(70)],
+    [200, 100, 50, 25, 12, 6, 3, 1],
+]
+# Structure as in tests/graph, sizes that the kernels take (16-byte rows, head_dim 64 and 128).
+GPU_SHAPES = {
+    "qwen2": dict(SHAPES["qwen2"], hidden_size=448, head_dim=64, intermediate_size=1064, vocab_size=331,
+                  num_hidden_layers=3),
+    "llama": dict(SHAPES["llama"], hidden_size=384, head_dim=64, intermediate_size=1040, vocab_size=317),
+    "qwen2-gqa8": dict(SHAPES["qwen2-gqa8"], hidden_size=256, head_dim=128, intermediate_size=688,
+                       vocab_size=1003),
+}  # fmt: skip
+# bf16 keeps 8 bits: each of ~5 roundings a layer moves a value by up to 2^-9 of itself, and they add as
+# a random walk over 3 layers: about sqrt(15) * 2^-9 = 0.8 % of the logits' RMS. Four times that is the bound.
+RMS_BOUND = 0.03
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for shape, kwargs in GPU_SHAPES.items():
+        folder = tmp_path_factory.mktemp(shape)
+        save_model(shape, folder, overrides=kwargs)
+        made[shape] = folder
+    return made
+
+
+def start(folder, tp=1, **kwargs):
+    defaults = dict(device="cuda", max_num_seqs=8, max_model_len=256, dtype="bfloat16")
+    config = EngineConfig(model=str(folder), tensor_parallel_size=tp, **{**defaults, **kwargs})
+    return create_executor(config, from_dir(folder))
+
+
+def check_against_oracle(folder, executor, steps=6):
+    """Teacher-forced: the oracle (fp32, TP=1) follows the executor's tokens; logits agree at every step."""
+    oracle = Lockstep(folder, 1, length=256, slots=len(PROMPTS))
+    for slot, prompt in enumerate(PROMPTS):
+        output = oracle.prefill(slot, prompt)
+        token = executor.read(step := executor.prefill(slot, prompt))
+        compare(executor.logits(step)[0], oracle.vocab_logits(output)[0], token[0])
+        for state in oracle.states:
+            state.tokens[slot] = token[0]
+    slots = list(range(len(PROMPTS)))
+    for _ in range(steps):
+        tokens = executor.read(step := executor.decode(slots))
+        output = oracle.decode(slots)
+        logits = executor.logits(step)
+        for slot in slots:
+            compare(logits[slot], oracle.vocab_logits(output)[slot], tokens[slot])
+            for state in oracle.states:
+                state.tokens[slot] = tokens[slot]
+
+
+def compare(logits, expected, token):
+    rms = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert rms < RMS_BOUND, f"RMS error {rms:.4f}"
+    assert token == int(logits.argmax()), "the sampled id is the argmax of the logits it came from"
+
+
+@pytest.mark.parametrize("shape", list(GPU_SHAPES))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_gpu(folders, shape, dtype):
+    executor = start(folders[shape], dtype=dtype)
+    try:
+        check_against_oracle(folders[shape], executor)
+    finally:
+        executor.close()
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("shape", list(GPU_SHAPES))
+def test_two_gpus(folders, shape):
+    executor = start(folders[shape], tp=2)
+    try:
+        check_against_oracle(folders[shape], executor)
+        same_state_on_all_ranks(executor)
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_virtual_ranks(folders, tp):
+    """More ranks than devices: the whole protocol at TP = 4 and 8 on whatever is here."""
+    executor = start(folders["llama"], tp=tp, virtual_ranks=True)
+    try:
+        check_against_oracle(folders["llama"], executor)
+        same_state_on_all_ranks(executor)
+    finally:
+        executor.close()
+
+
+def same_state_on_all_ranks(executor):
+    for device in {rank.device for rank in executor.ranks}:
+        torch.cuda.synchronize(device)
+    first = executor.ranks[0].state
+    for rank in executor.ranks[1:]:
+        assert torch.equal(rank.state.tokens.cpu(), first.tokens.cpu())
+        assert torch.equal(rank.state.positions.cpu(), first.positions.cpu())
+        assert rank.status.tolist() == [0] * 8
+
+
+def test_fp8_follows_its_own_weights(folders):
+    """FP8 weights: logits equal the oracle run on the dequantised weights, within the bf16 bound."""
+    folder = folders["qwen2"]
+    executor = start(folder, quantization="fp8")
+    oracle = Lockstep(folder, 1, length=256, quantization="fp8")
+    try:
+        executor.read(step := executor.prefill(0, PROMPTS[2]))
+        expected = oracle.vocab_logits(oracle.prefill(0, PROMPTS[2]))[0]
+        rms = (executor.logits(step)[0] - expected).square().mean().sqrt()
+        assert rms / expected.square().mean().sqrt() < RMS_BOUND
+    finally:
+        executor.close()
+
+
+def run(executor, slot, prompt, count):
+    """Greedy ids with steps queued ahead, as the scheduler does."""
+    handles = [executor.prefill(slot, prompt)]
+    out = []
+    queued = 1
+    while len(out) < count:
+        while queued < count and len(handles) < executor.max_in_flight:
+            handles.append(executor.decode([slot]))
+            queued += 1
+        out += executor.read(handles.pop(0))
+    return out
+
+
+def test_queued_ahead_graphs_equal_eager_steps(folders):
+    graphs = start(folders["qwen2"])
+    eager = start(folders["qwen2"], enforce_eager=True)
+    try:
+        for slot, prompt in enumerate(PROMPTS):
+            expected = run(eager, slot, prompt, 20)
+            assert run(graphs, slot, prompt, 20) == expected
+            assert len(set(expected)) > 2
+    finally:
+        graphs.close()
+        eager.close()
+
+
+def test_a_row_does_not_depend_on_its_neighbours(folders):
+    """Bitwise: the same sequence alone and among others gives the same logits."""
+    executor = start(folders["llama"])
+    try:
+        alone = []
+        executor.read(executor.prefill(3, PROMPTS[0]))
+        for _ in range(4):
+            executor.read(step := executor.decode([3]))
+            alone.append(executor.logits(step)[0])
+        for slot, prompt in enumerate(PROMPTS[1:]):
+            executor.read(executor.prefill(slot, prompt))
+        executor.read(executor.prefill(3, PROMPTS[0]))
+        for expected in alone:
+            executor.read(step := executor.decode([0, 1, 3, 2]))
+            assert torch.equal(executor.logits(step)[2], expected)
+    finally:
+        executor.close()
+
+
+def test_nothing_is_allocated_or_compiled_after_start(folders):
+    executor = start(folders["qwen2"])
+    try:
+
+        def counts():
+            stats = torch.cuda.memory_stats()
+            return stats["allocation.all.allocated"], executor.stats()["counters"].get(
+                "jit_compiles", 0
+            )
+
+        before = counts()
+        run(executor, 0, PROMPTS[2], 12)
+        run(executor, 1, PROMPTS[0], 12)
+        assert counts() == before
+        assert executor.stats()["counters"].get("host_syncs", 0) == 0
+    finally:
+        executor.close()
+
+
+def test_prompt_logits_and_chunks(folders):
+    """Logits of every prompt position; a prompt longer than the largest bucket runs in chunks."""
+    folder = folders["qwen2"]
+    executor = start(folder)
+    oracle = Lockstep(folder, 1, length=256)
+    try:
+        got = executor.prompt_logits(0, PROMPTS[2])
+        expected = oracle.vocab_logits(oracle.prefill(0, PROMPTS[2], logits="all"))
+        rms = (got - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert got.shape == expected.shape and rms < RMS_BOUND
+        executor.buckets = (16, 32)
+        whole = oracle.vocab_logits(oracle.prefill(1, PROMPTS[2]))[0]
+        executor._programs[("prefill", 32, "none")] = executor._lower(
+            chunk := executor_graph(folder, 32, "none")
+        )
+        executor._graphs[("prefill", 32, "none")] = chunk
+        executor.read(step := executor.prefill(1, PROMPTS[2]))
+        rms = (executor.logits(step)[0] - whole).square().mean().sqrt()
+        assert rms / whole.square().mean().sqrt() < RMS_BOUND
+    finally:
+        executor.close()
+
+
+def executor_graph(folder, rows, logits):
+    from engine.graph.build import build
+    from engine.graph.passes import run_passes
+
+    return run_passes(build(from_dir(folder), phase="prefill", rows=rows, tp=1, logits=logits))
