@@ -100,7 +100,7 @@ def resolve_model(name: str | None) -> Path:
     if name is None:
         return demo_model_dir()
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
     if path.is_file():
         raise CheckpointError(
