@@ -45,6 +45,9 @@ from engine.kernels.online_softmax import LOG2_E, attend
 from engine.kernels.split_merge import arrive, merge, store_heads
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
+SOURCES = ("decode_attention.py", "online_softmax.py", "split_merge.py", "sync.py")
+KEY_FIELDS = ("num_kv_heads", "group", "head_dim", "context", "kv_dtype")  # never rows
+MAX_SPLITS = 132  # of the heuristic: a workspace of this many serves every shape
 MIN_DOT_ROWS = 16  # the M of mma.m16n8k16
 
 
@@ -75,7 +78,7 @@ def heuristic(
 
     `rows` is deliberately unused: the same slot must give the same bits in a batch of 1 and of 8.
     One program a multiprocessor at one row; two where a chunk still has 512 keys, so that one
-    program's softmax hides behind the other's loads.
+    program's softmax hides behind the other's loads. At most MAX_SPLITS.
     """
     del rows
     element = torch.empty(0, dtype=kv_dtype).element_size()
@@ -85,7 +88,7 @@ def heuristic(
     programs = 2 * one_wave if context >= 1024 * one_wave else one_wave
     min_chunk = max(block_n, 64)
     return DecodeAttentionConfig(
-        num_splits=min(programs, triton.cdiv(context, min_chunk)),
+        num_splits=min(programs, triton.cdiv(context, min_chunk), MAX_SPLITS),
         block_n=block_n,
         num_warps=8 if head_dim > 128 else 4,  # 4 would spill
         num_stages=3,
@@ -105,6 +108,10 @@ class DecodeAttentionWorkspace:
     partial: torch.Tensor
     stats: torch.Tensor
     tickets: torch.Tensor
+
+    def reset(self) -> None:
+        """Zero the tickets: after a launch that did not end."""
+        self.tickets.zero_()
 
 
 def workspace(

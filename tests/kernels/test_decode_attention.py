@@ -1,0 +1,205 @@
+"""Flash-decoding against an fp64 attention: poisoned tails, odd contexts, merges, tickets, bitwise rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.attention_cases import (
+    QWEN_7B,
+    QWEN_7B_TP4,
+    QWEN_72B_TP2,
+    QWEN_72B_TP8,
+    SMOLLM2,
+    Heads,
+    assert_close,
+    attend_one,
+    poisoned_cache,
+)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CONTEXTS = [1, 15, 16, 17, 127, 300]
+MAX_LEN = 320
+# 300 keys make ten chunks: one round of tickets in bunches of 4 and a second over the bunches.
+SPLIT_CONFIG = dict(num_splits=10, block_n=32, num_warps=4, num_stages=3, fan_in=4, min_chunk=32)
+
+
+class Case:
+    """Slots of the given contexts and rows that read them."""
+
+    def __init__(
+        self, heads: Heads, contexts: list[int], row_slots: list[int], dtype, device, scale=None
+    ) -> None:
+        self.heads, self.dtype, self.contexts, self.device = heads, dtype, contexts, device
+        self.slots = row_slots
+        self.k, self.v = poisoned_cache(contexts, MAX_LEN, heads, dtype, device)
+        self.positions = torch.tensor(contexts, dtype=torch.int32, device=device) - 1
+        self.row_slots = torch.tensor(row_slots, dtype=torch.int32, device=device)
+        self.q = torch.randn(len(row_slots), heads.num_heads * heads.head_dim).to(dtype).to(device)
+        self.kwargs = {**heads.kwargs, "scale": scale or heads.head_dim**-0.5}
+
+    def workspace(self, max_splits: int = 132):
+        from engine.kernels.decode_attention import workspace
+
+        h = self.heads
+        return workspace(
+            len(self.slots), h.num_heads, h.num_kv_heads, h.head_dim, max_splits, self.device
+        )
+
+    def run(self, config, workspace=None, **kwargs) -> torch.Tensor:
+        from engine.kernels.decode_attention import decode_attention
+
+        out = torch.full_like(self.q, float("nan"))
+        space = workspace or self.workspace()
+        decode_attention(
+            self.q, self.k, self.v, self.positions, self.row_slots, out, space,
+            config=config, **self.kwargs, **kwargs,
+        )  # fmt: skip
+        assert not space.tickets.any(), "a ticket was not reset"
+        return out
+
+    def expected(self, absolute: bool = False) -> torch.Tensor:
+        """fp64 [R, NQ * D]; over |V| if `absolute`."""
+        rows = []
+        for row, slot in enumerate(self.slots):
+            if slot < 0:
+                rows.append(torch.zeros(self.q.shape[1], dtype=torch.float64))
+                continue
+            n = self.contexts[slot]
+            keys, values = self.k[slot, :, :n].cpu(), self.v[slot, :, :n].cpu()
+            rows.append(
+                attend_one(
+                    self.q[row].cpu(),
+                    keys,
+                    values.abs() if absolute else values,
+                    self.heads,
+                    self.kwargs["scale"],
+                )
+            )
+        return torch.stack(rows)
+
+    def check(self, out: torch.Tensor) -> None:
+        assert_close(out.cpu(), self.expected(), self.expected(absolute=True), self.dtype)
+
+
+def _config(**changes):
+    from engine.kernels.decode_attention import DecodeAttentionConfig
+
+    return DecodeAttentionConfig(**{**SPLIT_CONFIG, **changes})
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32, torch.float64])
+def test_reference_matches_an_independent_attention(dtype) -> None:
+    from engine.kernels.decode_attention import decode_attention_ref
+
+    case = Case(QWEN_7B, CONTEXTS, [3, -1, 5, 0, 4, 2, 1], dtype, "cpu")
+    got = decode_attention_ref(
+        case.q, case.k, case.v, case.positions, case.row_slots, **case.kwargs
+    )
+    assert got.dtype == dtype
+    eps = max(torch.finfo(dtype).eps, 1e-6 if dtype != torch.float64 else 1e-14)
+    torch.testing.assert_close(got.double(), case.expected(), rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("heads", [QWEN_7B, QWEN_72B_TP2, QWEN_72B_TP8, QWEN_7B_TP4, SMOLLM2])
+def test_shapes_and_odd_contexts(device: str, heads: Heads, prefetch: bool) -> None:
+    case = Case(heads, CONTEXTS, [3, -1, 5, 0, 4, 2, 1], FP16, device)
+    out = case.run(_config(), prefetch=prefetch)
+    case.check(out)
+    assert not out[1].any()  # the padding row is zero, not merely finite
+
+
+@pytest.mark.parametrize("heads", [QWEN_7B_TP4, SMOLLM2])
+def test_bfloat16(device: str, heads: Heads) -> None:
+    case = Case(heads, CONTEXTS, [5, 4, -1, 3], BF16, device)
+    case.check(case.run(_config()))
+
+
+@pytest.mark.parametrize(
+    "heads", [Heads(2, 2, 16), Heads(16, 1, 32), Heads(6, 2, 80), Heads(5, 1, 256), Heads(3, 1, 64)]
+)
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_other_groups_and_head_dims(device: str, heads: Heads, prefetch: bool) -> None:
+    case = Case(heads, [77, 300], [1, 0], FP16, device)
+    case.check(case.run(_config(block_n=16), prefetch=prefetch))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 10, 40])
+@pytest.mark.parametrize("fan_in", [2, 16])
+def test_split_counts_and_merge_levels(device: str, num_splits: int, fan_in: int) -> None:
+    case = Case(QWEN_7B_TP4, [300, 33], [0, 1], FP16, device)
+    case.check(case.run(_config(num_splits=num_splits, fan_in=fan_in, block_n=16)))
+
+
+def test_merge_takes_several_rounds(device: str) -> None:
+    """Group 16 at D = 256 merges one partial a round; SmolLM2 sixteen of its bunch of 32."""
+    case = Case(Heads(16, 1, 256), [300], [0], FP16, device)
+    case.check(case.run(_config(num_splits=19, block_n=16, min_chunk=16, fan_in=8)))
+
+
+def test_scores_of_any_size(device: str) -> None:
+    """Scores up to some thousands, growing and shrinking along the context: exp must never overflow."""
+    case = Case(QWEN_7B_TP4, [300, 300], [0, 1], FP16, device, scale=8.0)
+    slope = torch.linspace(0.1, 8, MAX_LEN, device=device)[:, None].to(FP16)
+    case.k[0] *= slope
+    case.k[1] *= slope.flip(0)
+    case.check(case.run(_config()))
+
+
+def test_one_workspace_serves_many_calls(device: str) -> None:
+    """Tickets rearm, and stale partials of a longer context never leak into a shorter one."""
+    case = Case(SMOLLM2, [300, 40, 1, 170], [0, 1, 2, 3], FP16, device)
+    space = case.workspace(max_splits=10)
+    first = case.run(_config(), space)
+    case.check(first)
+    case.row_slots.copy_(case.row_slots.flip(0))
+    case.q.copy_(case.q.flip(0))
+    for _ in range(2):
+        assert torch.equal(case.run(_config(), space), first.flip(0))
+
+
+@pytest.mark.parametrize("heads", [QWEN_72B_TP8, SMOLLM2])
+def test_a_slot_gives_the_same_bits_in_any_batch(device: str, heads: Heads) -> None:
+    from engine.kernels.decode_attention import heuristic
+
+    batch = Case(heads, CONTEXTS, [5, 0, 4, -1, 1, 2, 3, 5], FP16, device)
+    configs = {heuristic(heads.num_kv_heads, MAX_LEN, r, 132, FP16, heads.head_dim) for r in (1, 8)}
+    assert len(configs) == 1
+    (config,) = configs
+    together = batch.run(config)
+    for row, slot in enumerate(batch.slots):
+        if row in (0, 2, 6):
+            alone = Case(heads, CONTEXTS, [slot], FP16, device)
+            alone.k, alone.v, alone.q = batch.k, batch.v, batch.q[row : row + 1].contiguous()
+            assert torch.equal(alone.run(config)[0], together[row])
+
+
+@pytest.mark.parametrize("heads", [QWEN_7B_TP4, SMOLLM2])
+def test_prefetch_changes_no_bit(device: str, heads: Heads) -> None:
+    """Contexts where the current token opens a tile, ends one, and stands alone in its chunk."""
+    case = Case(heads, [64, 65, 1, 33, 97, 300], [0, 1, 2, 3, 4, 5], FP16, device)
+    assert torch.equal(case.run(_config(), prefetch=True), case.run(_config(), prefetch=False))
+
+
+def test_workspace_too_small(device: str) -> None:
+    from engine.errors import EngineError
+
+    case = Case(SMOLLM2, [5], [0], FP16, device)
+    with pytest.raises(EngineError, match=r"num_splits = 10 exceeds .* max_splits = 9"):
+        case.run(_config(), case.workspace(max_splits=9))
+
+
+@pytest.mark.parametrize("context", [64, 512, 4096, 32768, 131072])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_heuristic(kv_heads: int, context: int, head_dim: int) -> None:
+    from engine.kernels.decode_attention import MAX_SPLITS, heuristic
+
+    config = heuristic(kv_heads, context, 1, 132, BF16, head_dim)
+    assert config == heuristic(kv_heads, context, 8, 132, BF16, head_dim)
+    assert 1 <= config.num_splits <= MAX_SPLITS
+    assert config.num_splits * config.min_chunk < context + config.min_chunk
+    assert config.min_chunk % config.block_n == 0
+    if context >= 32768:  # a long context fills the chip, but for the last few multiprocessors
+        assert config.num_splits * kv_heads >= 132 - kv_heads
