@@ -21,6 +21,7 @@ from engine.graph.passes import run_passes
 from engine.graph.plan import plan
 from engine.runtime.allocate import RING, reset
 from engine.runtime.buckets import chunks, decode_rows
+from engine.runtime.counters import jit_compiles
 from engine.runtime.executor import check_prompt
 from engine.runtime.phases import Phases
 from engine.runtime.rank import Rank
@@ -78,6 +79,7 @@ class GpuExecutor:
     # Start-up
 
     def _compile(self, eager: bool) -> None:
+        jit_compiles()  # installs the counter
         with self._phases.phase("lower"):
             self._programs = {key: self._lower(graph) for key, graph in self._graphs.items()}
         with self._phases.phase("compile"):
@@ -88,6 +90,7 @@ class GpuExecutor:
                 for program in self._programs.values():
                     program.capture()
         self.counters["kernels"] = kernels
+        self._compiled = jit_compiles()
         self.counters["graph_nodes"] = sum(
             len(line) for program in self._programs.values() for line in program.launches
         )
@@ -179,7 +182,7 @@ class GpuExecutor:
         return {
             "device": torch.cuda.get_device_name(self.ranks[0].device),
             "startup_s": self._phases.seconds(),
-            "counters": dict(self.counters),
+            "counters": {**self.counters, "jit_compiles": jit_compiles() - self._compiled},
             **self._facts,
         }
 
