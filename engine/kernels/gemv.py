@@ -1,0 +1,266 @@
+"""Decode linear layer: y[r, n] = scale[n] * rstd(x_r) * sum_k W[n, k] (x[r, k] g[k]) + bias[n], then an epilogue.
+
+R = 1..8 rows; W is [N, K] row-major, bf16 / fp16 or FP8 e4m3 with one fp32 scale per output channel; g is the
+RMSNorm weight of the layer in front (absent: g = rstd = 1), rstd = 1 / sqrt(mean(x^2) + eps). fp32 accumulation.
+
+The weights are read once, so the roof is N*K*bytes / 4.29 TB/s (an H200's copy bandwidth). Per rank:
+
+    model, TP     qkv [N x K]   o            gate+up        down          bytes of the four (FP8)   roof, us
+    72B, 1        10240 x 8192  8192 x 8192  59136 x 8192   8192 x 29568  878 MB                    205
+    72B, 2         5120 x 8192  8192 x 4096  29568 x 8192   8192 x 14784  439 MB                    102
+    72B, 4         2560 x 8192  8192 x 2048  14784 x 8192   8192 x 7392   219 MB                     51
+    72B, 8         1280 x 8192  8192 x 1024   7392 x 8192   8192 x 3696   110 MB                     26
+    7B,  1         4608 x 3584  3584 x 3584  37888 x 3584   3584 x 18944  233 MB                     54
+    7B,  2         2304 x 3584  3584 x 1792  18944 x 3584   3584 x 9472   117 MB                     27
+    7B,  4         1152 x 3584  3584 x 896    9472 x 3584   3584 x 4736    58 MB                     14
+    7B,  8         1024 x 3584  3584 x 512    4736 x 3584   3584 x 2368    30 MB                      7
+
+Two kernels behind one launcher. "simple" (gemv_simple.py): one program per block of output rows, weights straight into
+registers, fp32 FMA; the next tile is in flight while one is used, and the first one is fetched before the wait
+on the kernel in front (PDL). "ring" (gemv_ring.py): persistent, a shared-memory ring and tensor cores.
+
+Bit-identity: the order of every sum depends on the config and K only, never on R or the row's index, so a row
+gives the same bits alone and among others as long as the config is the same. A config is chosen per weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from engine.errors import EngineError
+from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
+from engine.kernels.gemv_simple import gemv_kernel
+from engine.kernels.rope_append import rotate_pairs
+from engine.kernels.silu import silu_mul_ref
+
+# No row count: a config that changed with it would change the order of the sums, and so the bits.
+KEY_FIELDS = ("n", "k", "weight_dtype")
+SOURCES = ("gemv_simple.py", "gemv_epilogue.py", "gemv_ring.py")
+
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """How one weight matrix is walked.
+
+    kernel: "simple" or "ring". block_n x block_k: weights per tile.
+    Ring only: stages of the ring, programs in the grid, warps_k warps that share an output row's K.
+    """
+
+    kernel: str = "simple"
+    block_n: int = 4
+    block_k: int = 1024
+    num_warps: int = 4
+    stages: int = 0
+    programs: int = 0
+    warps_k: int = 0
+
+
+def weight_name(dtype: torch.dtype | str) -> str:
+    """ "fp8", "bf16" or "fp16". Raises EngineError for any other dtype."""
+    names = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if isinstance(dtype, str) and dtype in names.values():
+        return dtype
+    if dtype not in names:
+        raise EngineError(f"GEMV weights are bf16, fp16 or float8_e4m3fn, not {dtype}")
+    return names[dtype]
+
+
+def simple_config(n: int, k: int, weight_dtype: torch.dtype | str) -> GemvConfig:
+    """A config of the plain kernel for any shape: 16 bytes a load, no more block than the shape has."""
+    vector = 16 if weight_name(weight_dtype) == "fp8" else 8
+    block_k = min(512, max(vector * 4, triton.next_power_of_2(k)))
+    return GemvConfig("simple", 8 if n >= 8 else 2, block_k, 4 if block_k >= 256 else 1)
+
+
+def rows_block_n(config: GemvConfig, rows: int) -> int:
+    """block_n of the plain kernel at `rows` rows: halved until the accumulators fit in 128 registers.
+
+    The order of a sum over K does not depend on block_n, so the bits do not either.
+    """
+    block_n = config.block_n
+    while block_n > 2 and block_n * config.block_k * rows > 128 * 32 * config.num_warps:
+        block_n //= 2
+    return block_n
+
+
+def heuristic(n: int, k: int, weight_dtype: torch.dtype | str, sm_count: int = 132) -> GemvConfig:
+    """Config for an [n, k] weight when nothing was tuned, the same for every row count. Pure."""
+    del sm_count
+    return simple_config(n, k, weight_dtype)
+
+
+def _check(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> tuple[int, int, int]:
+    rows, k = x.shape
+    n = w.shape[0]
+    if w.shape[1] != k:
+        raise EngineError(f"x is [{rows}, {k}] and W is {list(w.shape)}: their K differ")
+    if not 1 <= rows <= MAX_ROWS:
+        raise EngineError(f"the decode GEMV takes 1 to {MAX_ROWS} rows, not {rows}")
+    if n % 2 and not isinstance(epilogue, Store | Residual):
+        raise EngineError(f"{type(epilogue).__name__} works on pairs of outputs; N = {n} is odd")
+    return rows, n, k
+
+
+def epilogue_arguments(x: torch.Tensor, n: int, epilogue: Epilogue) -> dict:
+    """The kernel arguments that an epilogue decides, by name (both kernels take the same)."""
+    arguments: dict = dict.fromkeys(
+        (
+            "out_ptr",
+            "residual_ptr",
+            "k_cache_ptr",
+            "v_cache_ptr",
+            "cos_sin_ptr",
+            "positions_ptr",
+            "row_slots_ptr",
+            "table_ptr",
+        )
+    )
+    arguments.update(push_offset=0, EPILOGUE="store", NUM_HEADS=0, NUM_KV_HEADS=0)
+    arguments.update(HEAD_DIM=0, MAX_LEN=0, WORLD=0)
+    if isinstance(epilogue, Store):
+        arguments.update(out_ptr=epilogue.out)
+    elif isinstance(epilogue, Residual):
+        arguments.update(out_ptr=epilogue.out, residual_ptr=epilogue.residual)
+    elif isinstance(epilogue, SiluMul):
+        arguments.update(EPILOGUE="silu", out_ptr=epilogue.out)
+    elif isinstance(epilogue, RopeAppend):
+        arguments.update(
+            EPILOGUE="rope",
+            out_ptr=epilogue.q_out,
+            k_cache_ptr=epilogue.k_cache,
+            v_cache_ptr=epilogue.v_cache,
+            cos_sin_ptr=epilogue.cos_sin,
+            positions_ptr=epilogue.positions,
+            row_slots_ptr=epilogue.row_slots,
+            NUM_HEADS=epilogue.num_heads,
+            NUM_KV_HEADS=epilogue.num_kv_heads,
+            HEAD_DIM=epilogue.head_dim,
+            MAX_LEN=epilogue.k_cache.shape[2],
+        )
+    else:
+        message_bytes = x.shape[0] * n * x.element_size()
+        arguments.update(
+            EPILOGUE="push",
+            table_ptr=epilogue.peer_table,
+            push_offset=epilogue.slot_offset_bytes + epilogue.rank * message_bytes,
+            WORLD=epilogue.world,
+        )
+    return arguments
+
+
+def gemv(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    epilogue: Epilogue,
+    *,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    config: GemvConfig | None = None,
+    pdl: bool = False,
+) -> None:
+    """Launch y = scale * rstd(x) * (W @ (x * norm_weight)) + bias and its epilogue on the current stream.
+
+    x [R, K] 16-bit, R 1..8; w [N, K] bf16, fp16 or float8_e4m3fn; scale [N] fp32; bias [N] and norm_weight [K]
+    16-bit or fp32. norm_weight None: no RMSNorm, eps unused. Everything contiguous. Outputs live in `epilogue`.
+    pdl: launched with the programmatic-stream-serialisation attribute. In the interpreter every config runs
+    the plain kernel. Raises EngineError for shapes that do not fit together.
+    """
+    rows, n, k = _check(x, w, epilogue)
+    if config is None:
+        config = heuristic(n, k, w.dtype)
+    arguments = epilogue_arguments(x, n, epilogue)
+    arguments.update(
+        x_ptr=x,
+        w_ptr=w,
+        scale_ptr=scale,
+        bias_ptr=bias,
+        norm_ptr=norm_weight,
+        eps=eps,
+        N=n,
+        K=k,
+        R=rows,
+        PDL=pdl,
+    )
+    if config.kernel == "ring" and triton.knobs.runtime.interpret:
+        config = simple_config(n, k, w.dtype)
+    if config.kernel == "ring":
+        raise NotImplementedError
+    if config.kernel != "simple":
+        raise EngineError(f"unknown GEMV kernel {config.kernel!r}; known: simple, ring")
+    block_n = rows_block_n(config, rows)
+    gemv_kernel[(triton.cdiv(n, block_n),)](
+        **arguments,
+        BLOCK_N=block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        launch_pdl=pdl,
+    )
+
+
+def linear_ref(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """y [R, N] in fp32 (fp64 if x is): scale * rstd(x) * (W @ (x * norm_weight)) + bias. x [R, K], w [N, K]."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    value = x.to(wide)
+    if norm_weight is not None:
+        value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+        value = value * norm_weight.to(wide)
+    y = value @ w.to(wide).T
+    if scale is not None:
+        y = y * scale.to(wide)
+    if bias is not None:
+        y = y + bias.to(wide)
+    return y
+
+
+def gemv_ref(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    epilogue: Epilogue,
+    *,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Reference of `gemv`: the output as a new tensor, computed in fp32 (fp64 if x is), rounded once.
+
+    Store, Residual -> [R, N] of out's dtype; SiluMul -> [R, N/2]; RopeAppend -> q_out, with the caches filled
+    in place; Push -> the message [R, N] of x's dtype with -0.0 as +0.0. `epilogue.out` is read for its dtype only.
+    """
+    y = linear_ref(x, w, scale=scale, bias=bias, norm_weight=norm_weight, eps=eps)
+    if isinstance(epilogue, Store):
+        return y.to(epilogue.out.dtype)
+    if isinstance(epilogue, Residual):
+        return (epilogue.residual.to(y.dtype) + y).to(epilogue.out.dtype)
+    if isinstance(epilogue, SiluMul):
+        return silu_mul_ref(y).to(epilogue.out.dtype)
+    if isinstance(epilogue, Push):
+        return y.to(x.dtype) + 0.0
+    return _rope_append_ref(y, epilogue)
+
+
+def _rope_append_ref(y: torch.Tensor, e: RopeAppend) -> torch.Tensor:
+    slots = e.row_slots.long()
+    held = (slots >= 0).nonzero().flatten()
+    positions = e.positions.long()[slots.clamp(min=0)]
+    heads = y.unflatten(1, (-1, e.head_dim))
+    rotated = rotate_pairs(heads[:, : e.num_heads + e.num_kv_heads], e.cos_sin[positions])
+    where = (slots[held], slice(None), positions[held])
+    e.k_cache[where] = rotated[held, e.num_heads :].to(e.k_cache.dtype)
+    e.v_cache[where] = heads[held, e.num_heads + e.num_kv_heads :].to(e.v_cache.dtype)
+    return rotated[:, : e.num_heads].flatten(1).to(e.q_out.dtype)

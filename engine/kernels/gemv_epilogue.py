@@ -1,0 +1,93 @@
+"""Device side of `epilogue.py`: from fp32 y in registers to memory. Shared by the plain and the ring GEMV.
+
+Each function takes y with index tensors of the same (or a broadcastable) shape and no layout of its own, so
+the Triton kernel calls it with one row of 1-D tensors and the Gluon kernel with [rows, outputs] tensors.
+The pairwise epilogues write two neighbouring 16-bit values as one 32-bit word: rows 2p and 2p+1 of W are a
+gate/up pair, a RoPE pair, or one Lamport word (a poller compares whole words, so a half must never land alone).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.kernels.packed import pack_halves
+
+
+@triton.jit
+def store_outputs(y, n, row, live, out_ptr, residual_ptr, N: tl.constexpr):
+    """Store and Residual. y: fp32; n: output index; row: decode row; live: which elements exist."""
+    offsets = row * N + n
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + offsets, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def store_silu(gate, up, p, row, live, out_ptr, N: tl.constexpr):
+    """SiluMul. Pair p of row `row` -> out[row, p]; out is [R, N/2]."""
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * (N // 2) + p, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def store_push(
+    low, high, p, row, live, x_ptr, table_ptr, offset, N: tl.constexpr, WORLD: tl.constexpr
+):
+    """Push. Word p of row `row` of this rank's message into every rank's buffer.
+
+    offset: bytes from a rank's base address to this message, int64.
+    """
+    words = pack_halves(low, high, x_ptr.dtype.element_ty)
+    index = row * (N // 2) + p
+    for peer in tl.static_range(WORLD):
+        base = tl.load(table_ptr + peer) + offset
+        tl.store(base.to(tl.pointer_type(tl.int32)) + index, words, mask=live)
+
+
+@triton.jit
+def store_rope(
+    a,
+    b,
+    p,
+    row,
+    live,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    row_slots_ptr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MAX_LEN: tl.constexpr,
+):
+    """RopeAppend. (a, b) = y[2p], y[2p+1] of row `row`; heads are q, then k, then v."""
+    head = 2 * p // HEAD_DIM
+    dim = 2 * p % HEAD_DIM
+    slot = tl.load(row_slots_ptr + row)
+    held = slot >= 0
+    slot = tl.maximum(slot, 0)
+    position = tl.load(positions_ptr + slot)
+    table = cos_sin_ptr + position * HEAD_DIM + dim
+    # Padding rows read the position of slot 0, which is a valid one; v heads do not rotate.
+    cos = tl.load(table, mask=live, other=0.0)
+    sin = tl.load(table + 1, mask=live, other=0.0)
+    rotates = head < NUM_HEADS + NUM_KV_HEADS
+    cos = tl.where(rotates, cos, 1.0)
+    sin = tl.where(rotates, sin, 0.0)
+    words = pack_halves(a * cos - b * sin, b * cos + a * sin, q_ptr.dtype.element_ty)
+
+    word_ptr = tl.pointer_type(tl.int32)
+    q_words = q_ptr.to(word_ptr, bitcast=True)
+    index = row * (NUM_HEADS * HEAD_DIM // 2) + p
+    tl.store(q_words + index, words, mask=live & (head < NUM_HEADS))
+    # Cache element [slot, kv head, position, dim]; more than 2^31 of them at long contexts.
+    is_v = head >= NUM_HEADS + NUM_KV_HEADS
+    kv_head = tl.where(is_v, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
+    line = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * MAX_LEN + position
+    index = line * (HEAD_DIM // 2) + dim // 2
+    owned = live & held & (head >= NUM_HEADS)
+    tl.store(k_ptr.to(word_ptr, bitcast=True) + index, words, mask=owned & ~is_v)
+    tl.store(v_ptr.to(word_ptr, bitcast=True) + index, words, mask=owned & is_v)

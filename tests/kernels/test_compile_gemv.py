@@ -1,0 +1,41 @@
+"""Every shipped GEMV config, compiled for sm_90 without a GPU: registers, spills, load widths."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.compile_sm90 import run_compile_checks
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return run_compile_checks("tests.kernels.gemv_compile_cases")
+
+
+def test_everything_compiles(reports):
+    assert len(reports) >= 20
+    assert not {name: text for name, text in reports.items() if isinstance(text, str)}
+
+
+def test_no_spills_and_no_local_memory(reports):
+    for name, r in reports.items():
+        spilled = r["spill_store_bytes"] + r["spill_load_bytes"] + r["local_bytes"]
+        assert spilled + r["local_accesses"] == 0, name
+
+
+def test_registers_let_two_programs_share_a_multiprocessor(reports):
+    """64 Ki registers an SM. Simple, one row: at least 512 resident threads; rings take what they like."""
+    for name, r in reports.items():
+        limit = 128 if name.startswith("simple") and name.endswith("rows=1") else 255
+        assert r["registers"] <= limit, name
+
+
+def test_weights_move_16_bytes_a_thread(reports):
+    """Weights are the only loads that must be wide: LDG.128 (simple) or LDGSTS.128 (ring), none narrower."""
+    for name, r in reports.items():
+        if name.startswith("simple"):
+            # Two tiles (before the wait, and the next one) of at least one 16-byte load each.
+            assert r["global_loads"].get("128", 0) >= 2, name
+        else:
+            assert set(r["async_copies"]) == {"128"}, name
+            assert sum(r["tensor_core"].values()) > 0, name
