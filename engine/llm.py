@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -111,12 +111,7 @@ class LLM:
         """
         arrival = time.perf_counter()
         batch = as_batch(prompts)
-        params = one_each(sampling_params, len(batch))
-        requests = []
-        for i, (prompt, one) in enumerate(zip(batch, params)):
-            with naming(i, len(batch)):
-                requests.append(self._request(prompt, one, arrival))
-        return self._complete(requests, use_tqdm)
+        return self._complete(self._requests(batch, sampling_params, arrival), use_tqdm)
 
     def chat(
         self,
@@ -147,7 +142,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta]:
         """Deltas of one answer as they become certain; str(delta) is text, the last has `.output`.
 
         `prompt` is a prompt as for generate(), or a conversation as for chat(). The request is checked
@@ -158,7 +153,21 @@ class LLM:
         if not isinstance(prompt, (str, Mapping)) and prompt and isinstance(prompt[0], Mapping):
             text, prompt = self.encode_chat(prompt)  # type: ignore[arg-type]
         request = self._request(prompt, sampling_params or SamplingParams(), arrival, text)  # type: ignore[arg-type]
-        return self._deltas(request)
+        return (delta for _, delta in self._indexed([request]))
+
+    def stream_many(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        arrival: float | None = None,
+    ) -> Generator[tuple[int, Delta]]:
+        """(index of the prompt, delta) of several answers made together, as they become certain.
+
+        arrival: time.perf_counter() when the prompts came, if that was before this call (TTFT).
+        """
+        since = time.perf_counter() if arrival is None else arrival
+        return self._indexed(self._requests(prompts, sampling_params, since))
 
     def encode_chat(
         self, messages: Messages, *, tools: list[dict] | None = None, **variables: Any
@@ -177,6 +186,14 @@ class LLM:
                 "ids (--input-len N makes random ones), or a directory with --tokenizer"
             )
         return self.tokenizer
+
+    def _requests(self, prompts: Sequence[Prompt], params, arrival: float) -> list[Request]:
+        """Requests of all prompts, or a RequestError that names the first bad one's index."""
+        requests = []
+        for i, (prompt, one) in enumerate(zip(prompts, one_each(params, len(prompts)))):
+            with naming(i, len(prompts)):
+                requests.append(self._request(prompt, one, arrival))
+        return requests
 
     def _request(
         self, prompt: Prompt, params: SamplingParams, arrival: float, text: str | None = None
@@ -214,23 +231,24 @@ class LLM:
 
     def _complete(self, requests: list[Request], use_tqdm: bool | None) -> list[RequestOutput]:
         bar = _progress_bar(len(requests), use_tqdm)
-        outputs: dict[Request, RequestOutput] = {}
+        outputs: dict[int, RequestOutput] = {}
         try:
-            with closing(self._updates(requests)) as updates:
-                for request, delta in updates:
+            with closing(self._indexed(requests)) as updates:
+                for i, delta in updates:
                     if delta.output is not None:
-                        outputs[request] = delta.output
+                        outputs[i] = delta.output
                         if bar is not None:
                             bar.update()
         finally:
             if bar is not None:
                 bar.close()
-        return [outputs[r] for r in requests]
+        return [outputs[i] for i in range(len(requests))]
 
-    def _deltas(self, request: Request) -> Iterator[Delta]:
-        with closing(self._updates([request])) as updates:
-            for _, delta in updates:
-                yield delta
+    def _indexed(self, requests: list[Request]) -> Generator[tuple[int, Delta]]:
+        index = {request: i for i, request in enumerate(requests)}
+        with closing(self._updates(requests)) as updates:
+            for request, delta in updates:
+                yield index[request], delta
 
     def _updates(self, requests: list[Request]) -> Generator[tuple[Request, Delta]]:
         """Turn the scheduler until these requests end; ending the iterator early aborts them."""

@@ -1,0 +1,87 @@
+"""Manners of the command lines: one-line errors, signals, exit codes, what goes to stderr.
+
+Exit codes: 0 done, 1 the device failed, 2 the user's input cannot work, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from engine.errors import DeviceError, EngineError
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Spellings of a flag in one line, its value named once."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=100)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, "") if action.nargs != 0 else ""
+        if action.nargs != 0 and not action.metavar and not action.choices:
+            value = self._format_args(action, action.dest.upper())
+        return ", ".join(action.option_strings) + (f" {value}" if value else "")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with exact flags and with errors as one `error: ...` line instead of the usage text."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_Help, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise EngineError(f"{message} (see {self.prog} --help)")
+
+
+def say(text: str) -> None:
+    """A line for the person, on stderr: stdout carries answers only."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(body: Callable[[], int]) -> int:
+    """Run a command's body; turns its errors and signals into one line and an exit code."""
+    _handle_signals()
+    try:
+        code = body()
+        sys.stdout.flush()
+        return code
+    except EngineError as e:
+        say("error: " + " ".join(str(e).split()))
+        return 2
+    except DeviceError as e:
+        say("error: the device failed: " + " ".join(str(e).split()))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of stdout went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def log_to_stderr(quiet: bool) -> None:
+    """Progress lines of the engine as plain text; with quiet, warnings only."""
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("engine").setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+def _handle_signals() -> None:
+    """The first Ctrl-C unwinds (devices are given back); the second ends the process at once."""
+
+    def interrupt(number, frame):
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        raise KeyboardInterrupt
+
+    def terminate(number, frame):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+        raise SystemExit(143)
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, terminate)

@@ -1,0 +1,281 @@
+"""`python -m engine.generate`: answer prompts from the command line.
+
+Text streams on stdout; everything else, the last line with the speed included, goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.console import Parser, log_to_stderr, run, say
+from engine.errors import EngineError, RequestError
+from engine.options import (
+    add_engine_options,
+    add_sampling_options,
+    count,
+    engine_config,
+    sampling_params,
+)
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.outputs import Delta, RequestOutput
+
+DEFAULT_MAX_TOKENS = 256
+
+_DESCRIPTION = f"""Answer prompts. Text streams on stdout; all else goes to stderr.
+Without --max-tokens an answer ends after {DEFAULT_MAX_TOKENS} tokens at the latest."""
+
+_EXAMPLES = """examples:
+  python -m engine.generate --prompt "Why is the sky blue?"
+  python -m engine.generate --model Qwen/Qwen2.5-7B-Instruct --tp 2 --prompt - < question.txt
+  python -m engine.generate --model qwen2.5-72b --load-format dummy --quantization fp8 --tp 2 \\
+      --input-len 512 --max-tokens 256 --ignore-eos
+"""
+
+
+def parser() -> Parser:
+    """The command line; engine and sampling options come from their dataclasses."""
+    p = Parser(
+        prog="python -m engine.generate", usage="%(prog)s [MODEL] --prompt TEXT [options]",
+        description=_DESCRIPTION, epilog=_EXAMPLES,
+    )  # fmt: skip
+    group = p.add_argument_group("prompt")
+    group.add_argument(
+        "--prompt", "-p", action="append", metavar="TEXT",
+        help="what to answer, `-` reads stdin (repeatable: answered together)",
+    )  # fmt: skip
+    group.add_argument(
+        "--prompt-file", action="append", metavar="FILE", help="a prompt from a file (repeatable)"
+    )
+    group.add_argument(
+        "--input-len", type=count, metavar="N", help="a prompt of N random token ids instead"
+    )
+    group.add_argument("--system-prompt", metavar="TEXT", help="replaces the template's own")
+    group.add_argument("--chat-template", metavar="FILE", help="replaces the checkpoint's own")
+    group.add_argument(
+        "--no-chat-template", "--ignore-chat-template", action="store_true",
+        help="give the text to the model as it is",
+    )  # fmt: skip
+    group = p.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", help="one JSON object per prompt on stdout, no streaming"
+    )
+    group.add_argument("--dump-graph", action="store_true",
+                       help="print the graph after each compiler pass and exit")  # fmt: skip
+    group.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
+    add_sampling_options(p)
+    add_engine_options(p)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code of the command: see engine.console."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
+    args = parser().parse_args(argv)
+    log_to_stderr(args.quiet)
+    config = engine_config(args)
+    params = sampling_params(args)
+    if args.dump_graph:
+        from engine.llm import resolve
+
+        config, model, _ = resolve(config)
+        from engine.graph import dump_graph
+
+        print(dump_graph(model, config.tensor_parallel_size, config.quantization))
+        return 0
+    prompts = _read_prompts(args)
+    from engine.llm import LLM
+
+    with LLM(**asdict(config), chat_template=args.chat_template) as llm:
+        arrival = time.perf_counter()
+        encoded = [_encode(llm, args, prompt) for prompt in prompts]
+        limits = [params] * len(encoded)
+        if params.max_tokens is None:
+            default = max(DEFAULT_MAX_TOKENS, params.min_tokens)
+            limits = [replace(params, max_tokens=_fit(llm, p, default)) for p in encoded]
+        with closing(llm.stream_many(encoded, limits, arrival=arrival)) as updates:
+            outputs = _show(llm, updates, len(encoded), args)
+        stats = llm.stats()
+        if args.json:
+            for output in outputs:
+                print(json.dumps(_as_json(output, llm, stats), ensure_ascii=False))
+        sys.stdout.flush()
+        if llm.tokenizer is None and not args.json:
+            ids = sum(len(o.outputs[0].token_ids) for o in outputs)
+            say(
+                f"{ids} token ids generated; without a tokenizer there is no text (--json has them)"
+            )
+        say(_summary(outputs, stats))
+    return 0
+
+
+def _read_prompts(args: argparse.Namespace) -> list[str | None]:
+    """Texts in the order given, --prompt before --prompt-file; None stands for --input-len."""
+    prompts: list[str | None] = []
+    for text in args.prompt or []:
+        prompts.append(sys.stdin.read() if text == "-" else text)
+    for name in args.prompt_file or []:
+        try:
+            prompts.append(Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
+            raise EngineError(f"--prompt-file {name}: {reason}") from None
+    if args.input_len is not None:
+        if args.input_len < 1:
+            raise EngineError(f"--input-len {args.input_len} is not a whole number >= 1")
+        prompts.append(None)
+    if not prompts:
+        raise EngineError("no prompt: give --prompt TEXT, --prompt - for stdin, or --input-len N")
+    return prompts
+
+
+def _encode(llm: LLM, args: argparse.Namespace, prompt: str | None) -> dict[str, Any]:
+    """The prompt in the API's dict form, with the chat template applied unless told otherwise."""
+    if prompt is None:
+        source = random.Random(llm.config.seed)
+        vocab = llm.model_config.vocab_size
+        return {"prompt_token_ids": [source.randrange(vocab) for _ in range(args.input_len)]}
+    tokenizer = llm.tokenizer
+    if tokenizer is None or args.no_chat_template or tokenizer.template is None:
+        if args.system_prompt is not None:
+            raise RequestError("--system-prompt needs a chat template, and none is in use here")
+        if tokenizer is not None and not args.no_chat_template:
+            say("this checkpoint has no chat template: the prompt goes in as it is")
+        return {"prompt": prompt} if tokenizer is None else _ids(prompt, tokenizer.encode(prompt))
+    messages = [{"role": "user", "content": prompt}]
+    if args.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": args.system_prompt})
+    return _ids(*llm.encode_chat(messages))
+
+
+def _ids(text: str, ids: list[int]) -> dict[str, Any]:
+    return {"prompt": text, "prompt_token_ids": ids}
+
+
+def _fit(llm: LLM, prompt: dict[str, Any], wanted: int) -> int:
+    """The default length, clipped to the context; a prompt that leaves no room is refused later."""
+    room = llm.max_model_len - len(prompt.get("prompt_token_ids", ()))
+    return max(1, min(wanted, room))
+
+
+def _show(
+    llm: LLM, updates: Generator[tuple[int, Delta]], count: int, args: argparse.Namespace
+) -> list[RequestOutput]:
+    """Print the answers in order as they come; those that run ahead of their turn are kept back."""
+    outputs: dict[int, RequestOutput] = {}
+    kept = [""] * count
+    turn = 0
+    stream = llm.tokenizer is not None and not args.json
+    begun = False  # whether the answer whose turn it is has shown anything
+    try:
+        for i, delta in updates:
+            kept[i] += delta.text
+            if delta.output is not None:
+                outputs[i] = delta.output
+            while stream and turn < count and (kept[turn] or turn in outputs):
+                if not begun and count > 1:
+                    say(f"[{turn + 1}/{count}]")
+                begun = True
+                sys.stdout.write(kept[turn])
+                kept[turn] = ""
+                if turn not in outputs:
+                    break
+                sys.stdout.write("\n")
+                turn, begun = turn + 1, False
+            if stream and delta.text:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        if begun:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        say("interrupted")
+        raise
+    return [outputs[i] for i in range(count)]
+
+
+def roof_share(output: RequestOutput, stats: dict[str, Any]) -> float | None:
+    """Decode rate over the rate at which the card's copy bandwidth could read the same bytes.
+
+    Bytes per token and GPU: all weights once, and the KV of the mean context of the answer. None
+    where no copy bandwidth was measured (on the CPU).
+    """
+    roof = stats.get("roof") or {}
+    metrics = output.metrics
+    if not roof.get("copy_bandwidth") or metrics is None or metrics.decode_tok_s is None:
+        return None
+    context = metrics.prompt_tokens + metrics.output_tokens / 2
+    read = roof["weight_bytes"] + roof["kv_bytes_per_token"] * context
+    return metrics.decode_tok_s * read / roof["copy_bandwidth"]
+
+
+def _summary(outputs: list[RequestOutput], stats: dict[str, Any]) -> str:
+    """The last line: prompt tokens, TTFT, decode rate and share of the bandwidth roof."""
+    metrics = [o.metrics for o in outputs if o.metrics is not None]
+    prompt_tokens = sum(m.prompt_tokens for m in metrics)
+    output_tokens = sum(m.output_tokens for m in metrics)
+    ttft = sorted(m.ttft_s for m in metrics if m.ttft_s is not None)
+    parts = [f"{prompt_tokens} prompt tokens", f"{output_tokens} generated"]
+    if len(outputs) == 1:
+        parts.append(f"TTFT {ttft[0] * 1e3:.1f} ms")
+        rate = metrics[0].decode_tok_s
+        if rate is not None:
+            parts.append(f"decode {rate:.1f} tok/s")
+        share = roof_share(outputs[0], stats)
+        if share is not None:
+            parts.append(f"{share:.0%} of the bandwidth roof")
+    else:
+        parts.insert(0, f"{len(outputs)} prompts")
+        parts.append(f"median TTFT {ttft[len(ttft) // 2] * 1e3:.1f} ms")
+        total = max(m.total_s for m in metrics)
+        parts.append(f"{output_tokens / total:.1f} tok/s together")
+    return ", ".join(parts)
+
+
+def _as_json(output: RequestOutput, llm: LLM, stats: dict[str, Any]) -> dict[str, Any]:
+    [answer] = output.outputs
+    metrics = output.metrics
+    assert metrics is not None
+    result: dict[str, Any] = {
+        "model": llm.model_config.name,
+        "tensor_parallel_size": llm.config.tensor_parallel_size,
+        "quantization": llm.config.quantization,
+        "device": stats.get("device"),
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "metrics": {
+            **asdict(metrics),
+            "decode_tok_s": metrics.decode_tok_s,
+            "roof_share": roof_share(output, stats),
+            "startup_s": stats.get("startup_s"),
+        },
+    }
+    for name, entries in (
+        ("logprobs", answer.logprobs),
+        ("prompt_logprobs", output.prompt_logprobs),
+    ):
+        if entries is not None:
+            result[name] = [
+                e if e is None else {str(t): asdict(p) for t, p in e.items()} for e in entries
+            ]
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
