@@ -136,7 +136,7 @@ def one_shot_kernel(
     if PUSH:
         # Own copy last; each rank starts at another peer, so that no link has all senders at once.
         for i in tl.static_range(WORLD):
-            targets = targets + (tl.load(peers + (rank + 1 + i) % WORLD),)
+            targets += (tl.load(peers + (rank + 1 + i) % WORLD),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
     if PUSH:

@@ -112,7 +112,7 @@ def flag_all_reduce_kernel(
     own = tl.load(peers + rank)
     targets = ()
     for r in tl.static_range(WORLD):
-        targets = targets + (tl.load(peers + r),)
+        targets += (tl.load(peers + r),)  # type: ignore[assignment]
     bases = tl.load(peers + peer)
     if PDL:
         gdc_wait()
@@ -142,7 +142,7 @@ def flag_all_reduce_kernel(
                 held = load16(residual.to(tl.int64) + at, live)
             words = ()
             for r in tl.static_range(WORLD):
-                words = words + load16(targets[r] + half + at, live)
+                words += load16(targets[r] + half + at, live)
             y = sum_messages(words, held, WORLD, RESIDUAL, out.dtype.element_ty)
             push16(out.to(tl.int64) + at, y[0], y[1], y[2], y[3], live)
         tl.store(epoch_at, epoch)

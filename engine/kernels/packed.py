@@ -44,5 +44,5 @@ def sum_messages(words, residual, WORLD: tl.constexpr, RESIDUAL: tl.constexpr, D
         if RESIDUAL:
             low += low_half(residual[i], DTYPE)
             high += high_half(residual[i], DTYPE)
-        result = result + (pack_halves(low, high, DTYPE),)
+        result += (pack_halves(low, high, DTYPE),)  # type: ignore[assignment]
     return result

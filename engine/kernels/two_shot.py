@@ -121,7 +121,7 @@ def two_shot_kernel(
     gathered = WORLD * shard_bytes  # offset of the gather area in a slot
     targets = ()
     for i in tl.static_range(WORLD):  # another first peer for each rank, the own copy last
-        targets = targets + (tl.load(peers + (rank + 1 + i) % WORLD),)
+        targets += (tl.load(peers + (rank + 1 + i) % WORLD),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
     armed = tl.full((BLOCK,), SENTINEL_16, tl.int32)
