@@ -160,9 +160,9 @@ def gemm_kernel(
         first = part * blocks // SPLIT
         last = (part + 1) * blocks // SPLIT
     if SWAP:
-        acc = tl.zeros([BN, BT], tl.float32)
+        acc = tl.full([BN, BT], 0.0, tl.float32)
     else:
-        acc = tl.zeros([BT, BN], tl.float32)
+        acc = tl.full([BT, BN], 0.0, tl.float32)
     if PDL:
         gdc_wait()
     for block in range(first, last):

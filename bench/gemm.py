@@ -1,0 +1,312 @@
+"""Prefill GEMM on the card: correctness, then TFLOP/s of every candidate against cuBLAS, then the best as a cache file.
+
+    python -m bench.gemm --time-limit 150
+
+Writes to $OUT (default ./out): gemm.json (rows, see bench/rows.py) and autotune_cache/<gpu>/gemm.json. Times are
+medians of CUDA graph replays; each replay walks over copies of the weights that exceed the L2 where the pool allows
+it. Every kernel variant is first compiled and checked on a small ragged shape by worker processes, so that one
+that is wrong, hangs or faults is dropped with one line and cannot take the run with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench.gemm_workers import Variant, check_all, tolerance
+from bench.rows import Rows
+from engine.config import preset
+from engine.kernels import gemm as op
+from engine.kernels.epilogue import Residual, SiluMul, Store
+from engine.kernels.silu import silu_mul_ref
+from engine.tune import cache_file, choose, gemm_space
+
+HBM = 4.29e12  # bytes/s, measured copy (shared/research/measured.md)
+PEAK = 989e12  # dense BF16 FLOP/s, datasheet
+POOL_BYTES = 1 << 30
+COLD_BYTES = 200e6  # weights walked over by one replay, where copies fit
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    tp: int
+    layer: str  # qkv, o, gate_up, down
+    t: int
+    n: int
+    k: int
+    fp8: bool
+
+    @property
+    def epilogue(self) -> str:
+        if self.layer == "gate_up":
+            return "SiluMul"
+        return "Residual" if self.tp == 1 and self.layer in ("o", "down") else "Store"
+
+    @property
+    def weight_dtype(self) -> str:
+        return "fp8" if self.fp8 else "bf16"
+
+    @property
+    def key(self) -> dict:
+        return {"t": self.t, "n": self.n, "k": self.k, "weight_dtype": self.weight_dtype}
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.t * self.n * self.k
+
+    @property
+    def roof_us(self) -> float:
+        """The slower of reading the weights once and the 16-bit tensor cores."""
+        return 1e6 * max(self.n * self.k * (1 if self.fp8 else 2) / HBM, self.flops / PEAK)
+
+
+def cases(models: str, tokens: list[int], dtypes: list[str]) -> list[Case]:
+    found = []
+    for item in models.split(","):
+        name, tp = item.split("/")
+        config = preset(name)
+        shard = config.shard(int(tp))
+        h, d, i = config.hidden_size, config.head_dim, shard.intermediate_size
+        layers = {
+            "gate_up": (2 * i, h),
+            "down": (h, i),
+            "qkv": ((shard.num_heads + 2 * shard.num_kv_heads) * d, h),
+            "o": (h, shard.num_heads * d),
+        }
+        for t in tokens:
+            for layer, (n, k) in layers.items():
+                found += [Case(name, int(tp), layer, t, n, k, dt == "fp8") for dt in dtypes]
+    return found
+
+
+class Pool:
+    """Random weights of both kinds, cut into as many distinct copies as fit."""
+
+    def __init__(self, device: str):
+        generator = torch.Generator(device).manual_seed(0)
+        elements = POOL_BYTES // 2
+        self.bf16 = torch.empty(elements, dtype=torch.bfloat16, device=device)
+        self.bf16.normal_(generator=generator).mul_(0.02)
+        self.fp8 = torch.empty(elements, dtype=torch.float8_e4m3fn, device=device)
+        for i in range(0, elements, 1 << 26):
+            part = torch.randn(min(1 << 26, elements - i), device=device, generator=generator)
+            self.fp8[i : i + part.numel()] = (part * 40).to(torch.float8_e4m3fn)
+
+    def weights(self, case: Case) -> list[torch.Tensor]:
+        pool = self.fp8 if case.fp8 else self.bf16
+        size = case.n * case.k
+        copies = min(16, pool.numel() // size, 1 + int(COLD_BYTES / (size * pool.element_size())))
+        return [pool[i * size : (i + 1) * size].view(case.n, case.k) for i in range(copies)]
+
+
+class Problem:
+    """Inputs, outputs and the fp32 reference of one case."""
+
+    def __init__(self, case: Case, pool: Pool, device: str):
+        self.case, self.w = case, pool.weights(case)
+        t, n, k = case.t, case.n, case.k
+        self.x = torch.randn(t, k, device=device).bfloat16()
+        self.scale = torch.rand(n, device=device).add_(0.5).mul_(5e-4) if case.fp8 else None
+        self.bias = torch.randn(n, device=device).bfloat16() if case.layer == "qkv" else None
+        self.residual = torch.randn(t, n, device=device).bfloat16()
+        self.out = torch.empty(
+            t, n // 2 if case.epilogue == "SiluMul" else n, dtype=torch.bfloat16, device=device
+        )
+        self.epilogue = {
+            "Store": Store(self.out),
+            "Residual": Residual(self.residual, self.out),
+            "SiluMul": SiluMul(self.out),
+        }[case.epilogue]
+        y = self.x.float() @ self.w[0].float().t()
+        y = y if self.scale is None else y * self.scale
+        y = y if self.bias is None else y + self.bias.float()
+        y = silu_mul_ref(y) if case.epilogue == "SiluMul" else y
+        self.want = y + self.residual.float() if case.epilogue == "Residual" else y
+
+    def call(self, config: op.GemmConfig, workspace: op.GemmWorkspace, w: torch.Tensor) -> None:
+        op.gemm(
+            self.x, w, self.epilogue, scale=self.scale, bias=self.bias, config=config,
+            workspace=workspace,
+        )  # fmt: skip
+
+    def error(self, config: op.GemmConfig, workspace: op.GemmWorkspace) -> float:
+        """RMS of the error over RMS of the result; NaN if anything was left unwritten."""
+        self.out.fill_(float("nan"))
+        self.call(config, workspace, self.w[0])
+        return ((self.out.float() - self.want).norm() / self.want.norm()).item()
+
+
+def graph_us(function, weights: list[torch.Tensor], estimate_us: float, stop_us: float) -> float:
+    """Median time of one call, us: a graph walks over `weights`; stops after one replay above `stop_us`."""
+    rounds = max(1, round(300.0 / (estimate_us * len(weights))))
+    for w in weights[:2]:
+        function(w)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for w in weights:
+                function(w)
+    calls = rounds * len(weights)
+    graph.replay()
+    times = []
+    for replay in range(9):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+        if (replay == 0 and times[0] > stop_us) or (sum(times) * calls > 2e4 and replay >= 2):
+            break
+    return statistics.median(times)
+
+
+def library_us(problem: Problem) -> dict[str, float]:
+    """cuBLAS on the same shape, plain Store: BF16, and for FP8 weights also its FP8 x FP8 (W8A8) kernel."""
+    case, x = problem.case, problem.x
+    out = torch.empty(case.t, case.n, dtype=torch.bfloat16, device=x.device)
+    size = case.n * case.k
+    weights = [w.bfloat16() if case.fp8 else w for w in problem.w[: max(1, int(3e8 / size))]]
+    times = {"cublas": graph_us(lambda w: torch.mm(x, w.t(), out=out), weights, case.roof_us, 1e9)}
+    if case.fp8:
+        x8 = x.to(torch.float8_e4m3fn)
+        one, scale = torch.ones(case.t, 1, device=x.device), problem.scale.view(1, -1)
+
+        def scaled(w: torch.Tensor) -> None:
+            torch._scaled_mm(x8, w.t(), one, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        try:
+            times["scaled_mm"] = graph_us(scaled, problem.w, case.roof_us, 1e9)
+        except Exception as e:
+            print(f"  torch._scaled_mm: {str(e).splitlines()[0][:100]}")
+    return times
+
+
+def measure(case: Case, good: set[Variant], pool: Pool, rows: Rows, device: str) -> dict | None:
+    """Time the case's candidates; add its row; return its cache entry."""
+    problem = Problem(case, pool, device)
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    wanted = gemm_space.candidates(case.t, case.n, case.k, case.weight_dtype, sm_count)
+    wanted.append(op.heuristic(case.t, case.n, case.k, case.weight_dtype, sm_count))
+    timed: list[tuple[float, op.GemmConfig]] = []
+    best = float("inf")
+    for config in dict.fromkeys(wanted):
+        if config.kernel == "triton" and variant(case, config) not in good:
+            continue
+        sizes = op.workspace_sizes(config, case.t, case.n, type(problem.epilogue))
+        workspace = op.workspace(sizes, problem.x.dtype, device)
+        error = problem.error(config, workspace)
+        if not error < tolerance(config, case.epilogue):
+            print(
+                f"  WRONG {case.layer} T={case.t} {short(config)}: relative RMS error {error:.2e}"
+            )
+            continue
+        us = graph_us(lambda w: problem.call(config, workspace, w), problem.w,  # noqa: B023
+                      min(best, 4 * case.roof_us), 3 * best)  # fmt: skip
+        timed.append((us, config))
+        best = min(best, us)
+    if not timed:
+        print(f"  no candidate ran for {case}")
+        return None
+    timed.sort(key=lambda item: item[0])
+    library = library_us(problem)
+    us, config = timed[0]
+    heuristic_us = next((u for u, c in timed if c == wanted[-1]), float("nan"))
+    triton_us, triton_config = next(
+        ((u, c) for u, c in timed if c.kernel == "triton"), (float("nan"), None)
+    )
+    quantization = "fp8" if case.fp8 else "none"
+    rows.add(
+        "gemm_us", triton_us, "us", model=case.model, tp=case.tp, rows=case.t, quantization=quantization,
+        algorithm=f"{case.layer} {case.n}x{case.k}", share=case.roof_us / triton_us,
+        baseline={"name": "cublas bf16 store", "value": float(f"{library['cublas']:.5g}")},
+    )  # fmt: skip
+    print(
+        f"{case.model[8:]:>4} {case.tp} {case.layer:8}{case.n:6}x{case.k:<6}{case.weight_dtype:>5}{case.t:5} "
+        f"{triton_us:8.1f} {case.flops / triton_us / 1e6:5.0f} {case.roof_us / triton_us:5.0%} "
+        f"{library['cublas']:8.1f} {library.get('scaled_mm', float('nan')):8.1f} "
+        f"{heuristic_us / us:5.2f} {config.kernel:7} {short(triton_config)}",
+        flush=True,
+    )
+    return {
+        "config": asdict(config),
+        "us": float(f"{us:.4g}"),
+        "runner_up": {"config": short(timed[1][1]), "us": float(f"{timed[1][0]:.4g}")}
+        if len(timed) > 1
+        else None,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def short(config: op.GemmConfig | None) -> str:
+    """256x128x64 w8 s4 swap split2, in tokens x weight rows x K."""
+    if config is None or config.kernel == "cublas":
+        return "cublas"
+    text = f"{config.block_t}x{config.block_n}x{config.block_k} w{config.warps} s{config.stages}"
+    return text + " swap" * config.swap + f" split{config.split_k}" * (config.split_k > 1)
+
+
+def variant(case: Case, config: op.GemmConfig) -> Variant:
+    return Variant(config, case.fp8, case.epilogue, case.layer == "qkv")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="qwen2.5-72b/2,qwen2.5-7b/1,qwen2.5-72b/8")
+    parser.add_argument("--tokens", default="512,64,2048,16")
+    parser.add_argument("--dtypes", default="bf16,fp8")
+    parser.add_argument("--time-limit", type=float, default=150.0, help="seconds")
+    parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    device = "cuda"
+    properties = torch.cuda.get_device_properties(0)
+    choose.set_target(properties.name, properties.multi_processor_count)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    work = cases(args.models, [int(t) for t in args.tokens.split(",")], args.dtypes.split(","))
+    variants: dict[Variant, None] = {}
+    for case in work:
+        found = gemm_space.candidates(
+            case.t, case.n, case.k, case.weight_dtype, properties.multi_processor_count
+        )
+        found.append(op.heuristic(case.t, case.n, case.k, case.weight_dtype))
+        variants.update({variant(case, c): None for c in found if c.kernel == "triton"})
+    good = check_all(list(variants), args.processes, limit_s=args.time_limit * 0.5)
+    print(
+        f"{len(good)} of {len(variants)} kernel variants right, {time.perf_counter() - begin:.0f} s"
+    )
+    print("model tp layer  N x K          dtype   T  triton us TFLOP/s roof cublas us scaled_mm "
+          "heuristic/best, best kernel, best triton config (T x N x K)")  # fmt: skip
+    pool, rows = Pool(device), Rows("gemm")
+    entries: dict[str, dict] = {}
+    out = Path(os.environ.get("OUT", "out"))
+    cache = out / "autotune_cache" / choose.gpu_slug(properties.name) / "gemm.json"
+    left = len(work)
+    for case in work:
+        if time.perf_counter() - begin > args.time_limit:
+            print(f"time limit: {left} cases left out")
+            break
+        left -= 1
+        try:
+            entry = measure(case, good, pool, rows, device)
+        except torch.cuda.OutOfMemoryError as e:
+            print(f"  {case}: {str(e).splitlines()[0][:100]}")
+            continue
+        if entry:
+            entries[choose.key_string("gemm", case.key)] = entry
+            cache_file.save(cache, entries, choose.metadata("gemm"), replace=True)
+    print(json.dumps({"cases": len(entries), "seconds": round(time.perf_counter() - begin, 1)}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The GEMM search space and heuristic, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict
+
+import pytest
+
+SHAPES = [(4608, 3584), (3584, 18944), (1280, 8192), (29568, 8192), (8192, 3696), (152064, 8192)]
+
+
+@pytest.mark.parametrize("weight_dtype", ["bf16", "fp8"])
+def test_space_and_heuristic_stay_within_the_card(weight_dtype: str) -> None:
+    from engine.kernels.gemm import heuristic
+    from engine.tune import gemm_space
+
+    fp8 = weight_dtype == "fp8"
+    for (n, k), t in itertools.product(SHAPES, (16, 48, 64, 80, 128, 512, 2048)):
+        found = gemm_space.candidates(t, n, k, weight_dtype, 132)
+        assert len(found) == len(set(found))
+        assert any(c.kernel == "cublas" for c in found) is not fp8
+        assert 4 <= len(found) <= 40
+        for config in [*found, heuristic(t, n, k, weight_dtype, 132)]:
+            assert gemm_space.shared_bytes(config, fp8) <= gemm_space.SHARED_MEMORY, config
+            assert all(isinstance(v, (int, str, bool)) for v in asdict(config).values())
+            if config.kernel == "triton":
+                rows = config.block_n if config.swap else config.block_t
+                assert rows % 64 == 0, f"{config}: the M operand of wgmma is a multiple of 64"
+                assert config.split_k == 1 or -(-k // config.block_k) // config.split_k >= 8
+
+
+def test_small_grids_are_split_and_large_ones_are_not() -> None:
+    from engine.kernels.gemm import heuristic
+
+    assert heuristic(16, 1280, 8192, "fp8", 132).split_k > 1  # 20 tiles of 64 rows on 132 SMs
+    assert heuristic(16, 29568, 8192, "fp8", 132).split_k == 1
+    assert heuristic(512, 29568, 8192, "bf16", 132).split_k == 1
