@@ -80,11 +80,12 @@ class _Lowering:
             return self.rank.weights[value.name].weight
         return self.tensors[value]
 
-    def _row_slots(self, op: Op) -> torch.Tensor:
-        """Row -> slot: the decode rows' own, or the one slot of a prefill request."""
-        if op.input("where").name == "request":
-            return self.rank.request[:1]
+    def _row_slots(self) -> torch.Tensor:
         return self.rank.row_slots[: self.graph.rows]
+
+    def _request(self) -> torch.Tensor | None:
+        """(slot, start, length) on the device, in prefill."""
+        return self.rank.request if self.graph.phase == "prefill" else None
 
     def _launch(
         self,
@@ -125,7 +126,7 @@ class _Lowering:
         state = self.rank.state
         decode = self.graph.phase == "decode"
         tokens = state.tokens if decode else self.rank.prompt[: self.graph.rows]
-        rows = self._row_slots(op) if decode else None
+        rows = self._row_slots() if decode else None
         table, out = self._in(op, "table"), self.tensors[op.out]
         return self._launch(op, embedding, tokens, table, out, row_slots=rows)
 
@@ -172,7 +173,7 @@ class _Lowering:
             assert layer is not None
             return RopeAppend(
                 out, state.k_cache[layer], state.v_cache[layer], state.cos_sin, state.positions,
-                self._row_slots(op), op.attrs["num_heads"], op.attrs["num_kv_heads"], op.attrs["head_dim"],
+                self._row_slots(), op.attrs["num_heads"], op.attrs["num_kv_heads"], op.attrs["head_dim"],
             )  # fmt: skip
         return Store(out)
 
@@ -204,7 +205,7 @@ class _Lowering:
             )
         config = choose("decode_attention", facts)
         return self._launch(
-            op, decode_attention, q, k, v, state.positions, self._row_slots(op), out,
+            op, decode_attention, q, k, v, state.positions, self._row_slots(), out,
             rank.attention_workspace, **heads, config=config,
         )  # fmt: skip
 
@@ -221,7 +222,7 @@ class _Lowering:
         rows, hidden = op.outputs[0].shape
         return {
             "world": self.graph.tp, "rows": rows, "hidden": hidden,
-            "bytes": rows * hidden * self.rank.dtype.itemsize,
+            "nbytes": rows * hidden * self.rank.dtype.itemsize,
         }  # fmt: skip
 
     def _push(self, op: Op) -> Launch:
@@ -248,8 +249,9 @@ class _Lowering:
         rows = logits.shape[0]
         return self._launch(
             op, argmax.argmax_partial, logits, state.temperature, state.seeds, state.positions,
-            self._row_slots(op), rank.best_values[:rows], rank.best_ids[:rows],
+            rank.row_slots[:rows], rank.best_values[:rows], rank.best_ids[:rows],
             vocab_size=op.attrs["vocab_size"], id_offset=rank.index * op.attrs["shard_size"],
+            request=self._request(),
         )  # fmt: skip
 
     def _best(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,20 +261,25 @@ class _Lowering:
     def _argmax_push(self, op: Op) -> Launch:
         rank = self.rank
         return self._launch(
-            op, argmax.argmax_push, *self._best(op), rank.token_table, 0, rank=rank.index, world=rank.world
+            op, argmax.argmax_push, *self._best(op), rank.token_table, 0,
+            rank=rank.index, world=rank.world,
         )  # fmt: skip
 
     def _argmax_poll(self, op: Op) -> Launch:
-        rank, state = self.rank, self.rank.state
+        rank = self.rank
         return self._launch(
-            op, argmax.argmax_poll, rank.token_exchange, 0, 0, state.tokens, state.positions,
-            self._row_slots(op), rank.ring, rank.step, rank.status,
-            rank=rank.index, world=rank.world, call_site=-1,
+            op, argmax.argmax_poll, rank.token_exchange, 0, 0, *self._outcome(op), rank.status,
+            rank=rank.index, world=rank.world, call_site=-1, request=self._request(),
         )  # fmt: skip
 
     def _argmax_finish(self, op: Op) -> Launch:
-        rank, state = self.rank, self.rank.state
         return self._launch(
-            op, argmax.argmax_finish, *self._best(op), state.tokens, state.positions,
-            self._row_slots(op), rank.ring, rank.step,
-        )  # fmt: skip
+            op, argmax.argmax_finish, *self._best(op), *self._outcome(op), request=self._request()
+        )
+
+    def _outcome(self, op: Op) -> tuple[torch.Tensor, ...]:
+        """Where the chosen tokens go: the slots' state and the host ring."""
+        rank, rows = self.rank, op.out.shape[0]
+        state = rank.state
+        ring = rank.ring[:, :rows]
+        return state.tokens, state.positions, rank.row_slots[:rows], ring, rank.step

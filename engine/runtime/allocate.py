@@ -66,7 +66,7 @@ def allocate_ranks(
         def on(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = device):
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        programs = argmax.num_programs(shard.vocab_size)
+        programs = argmax.argmax_programs(shard.vocab_size)
         ranks.append(
             Rank(
                 index=index, world=world, device=device, dtype=dtype, weights=weights[index],
@@ -78,8 +78,8 @@ def allocate_ranks(
                 attention_workspace=attention_workspace(
                     sizes.rows, shard.num_heads, shard.num_kv_heads, config.head_dim, MAX_SPLITS, device
                 ),
-                ring=torch.full((RING, sizes.rows), -1, dtype=torch.int32).pin_memory(),
-                step=on((1,), torch.int32), status=torch.zeros(8, dtype=torch.int32).pin_memory(),
+                ring=_host((RING, sizes.rows), device), step=on((1,), torch.int32),
+                status=_host((8,), device),
                 exchange=on((EXCHANGE_SLOTS * slot_bytes,), torch.uint8) if world > 1 else None,
                 exchange_slot_bytes=slot_bytes,
                 token_exchange=on((world * sizes.rows * 8,), torch.uint8) if world > 1 else None,
@@ -98,8 +98,7 @@ MAX_SPLITS = 132  # most splits of one KV head over the context: one program per
 
 def reset(ranks: Sequence[Rank]) -> None:
     """Protocol and step state as at the start: after warm-up and after an expired spin. Synchronises."""
-    for device in {rank.device for rank in ranks}:
-        torch.cuda.synchronize(device)
+    _synchronize(ranks)
     for rank in ranks:
         if rank.exchange is not None and rank.token_exchange is not None:
             rank.exchange.view(torch.int32).fill_(SENTINEL)
@@ -109,7 +108,17 @@ def reset(ranks: Sequence[Rank]) -> None:
         rank.status.zero_()
         rank.ring.fill_(-1)
         rank.row_slots.fill_(-1)
-    for device in {rank.device for rank in ranks}:
+    _synchronize(ranks)
+
+
+def _host(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 host memory that the device can write (for CPU ranks, in tests: any memory)."""
+    tensor = torch.zeros(shape, dtype=torch.int32)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _synchronize(ranks: Sequence[Rank]) -> None:
+    for device in {rank.device for rank in ranks if rank.device.type == "cuda"}:
         torch.cuda.synchronize(device)
 
 

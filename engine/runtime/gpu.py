@@ -64,7 +64,7 @@ class GpuExecutor:
         self._streams = [streams[rank.device] for rank in ranks]
         # Staging in pinned memory. A slot's prompt is not rewritten before its first token was read.
         self._stage_prompt = torch.zeros((num_slots, max_model_len), dtype=torch.int32).pin_memory()
-        self._stage_request = torch.zeros((RING * 4, 4), dtype=torch.int32).pin_memory()
+        self._stage_request = torch.zeros((RING * 4, 3), dtype=torch.int32).pin_memory()
         self._stage_rows = torch.full((RING, ranks[0].row_slots.numel()), -1, dtype=torch.int32)
         self._stage_rows = self._stage_rows.pin_memory()
         self._stage_temperature = torch.zeros(num_slots, dtype=torch.float32).pin_memory()
@@ -211,13 +211,11 @@ class GpuExecutor:
     def _upload_chunk(self, slot: int, start: int, count: int) -> None:
         stage = self._stage_request[self._uploads % len(self._stage_request)]
         self._uploads += 1
-        # The last word is the position of the chunk's last token: sampling adds one to it.
-        stage[:] = torch.tensor((slot, start, count, start + count - 1), dtype=torch.int32)
+        stage[:] = torch.tensor((slot, start, count), dtype=torch.int32)
         self._upload(
             lambda rank: rank.prompt[:count], self._stage_prompt[slot, start : start + count]
         )
-        self._upload(lambda rank: rank.request, stage[:3])
-        self._upload(lambda rank: rank.state.positions[slot : slot + 1], stage[3:])
+        self._upload(lambda rank: rank.request, stage)
 
     def _sampling(self, slot: int, temperature: float, seed: int) -> None:
         if self._stage_temperature[slot] == temperature and self._stage_seeds[slot] == seed:

@@ -1,0 +1,149 @@
+"""The oracle chain's middle link: the lowered graphs, run launch by launch in Triton's interpreter (or on a
+card), equal the interpreter on references; TP = 2 with the real exchange between the ranks' buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.checkpoint.load import load_rank
+from engine.checkpoint.source import CheckpointSource
+from engine.config import from_dir
+from engine.graph.build import build
+from engine.graph.lower import lower
+from engine.graph.passes import run_passes
+from engine.graph.plan import plan
+from engine.runtime.allocate import Sizes, allocate_ranks
+from tests.graph.models import Lockstep, save_model
+
+PROMPT = [5, 17, 99, 3, 42, 42, 7, 150, 11, 8, 64]
+BUCKET, LENGTH, SLOTS = 16, 32, 2
+TINY = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+            intermediate_size=80, vocab_size=203, num_hidden_layers=2, tie_word_embeddings=False)  # fmt: skip
+# fp16 keeps 11 bits: about ten roundings a layer of 2^-12 relative each, over 2 layers, added as a random
+# walk: sqrt(20) * 2^-12 = 0.1 % of the logits' RMS; weights rounded to fp16 as much again. Bound: 1 %.
+BOUND = 0.01
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    save_model("qwen2", path, overrides=TINY)
+    return path
+
+
+class Lowered:
+    """Ranks on one device, launched in lockstep."""
+
+    def __init__(self, folder, tp, quantization=None):
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.config = config = from_dir(folder)
+        graphs = {
+            key: run_passes(build(config, phase=key[0], rows=key[1], tp=tp, logits=key[2]))
+            for key in (("decode", 1, "last"), ("decode", 2, "last"), ("prefill", BUCKET, "last"),
+                        ("prefill", BUCKET, "none"))
+        }  # fmt: skip
+        self.plans = {key: plan(graph, 2) for key, graph in graphs.items()}
+        source = CheckpointSource(folder)
+        specs = graphs[("decode", 1, "last")].weights
+        weights = [
+            load_rank(specs, source, rank, device, torch.float16, quantization)
+            for rank in range(tp)
+        ]
+        arena = max(p.arena_bytes for p in self.plans.values())
+        sizes = Sizes(slots=SLOTS, rows=2, tokens=BUCKET, max_model_len=LENGTH, arena_bytes=arena)
+        self.ranks = allocate_ranks(config, weights, [device] * tp, torch.float16, sizes, tp)
+        self.graphs = graphs
+        self.lines = {
+            key: [lower(graph, self.plans[key], rank, pdl=False) for rank in self.ranks]
+            for key, graph in graphs.items()
+        }
+
+    def run(self, key):
+        for column in zip(*self.lines[key]):
+            for launch in column:
+                launch.run()
+
+    def prefill(self, slot, ids, start=0, logits="last"):
+        for rank in self.ranks:
+            rank.prompt.fill_(7)  # padding tokens: real ids that must not matter
+            rank.prompt[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            rank.request.copy_(torch.tensor([slot, start, len(ids)], dtype=torch.int32))
+            rank.arena.fill_(0x7F)  # poison: NaN in fp16 and fp32
+        self.run(("prefill", BUCKET, logits))
+
+    def decode(self, slots):
+        for rank in self.ranks:
+            rank.row_slots[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
+            rank.arena.fill_(0x7F)
+        self.run(("decode", len(slots), "last"))
+
+    def logits(self, key):
+        output = self.graphs[key].output
+        parts = []
+        for rank in self.ranks:
+            offset, size = self.plans[key].offsets[output], 4 * output.shape[0] * output.shape[1]
+            parts.append(rank.arena[offset : offset + size].view(torch.float32).view(output.shape))
+        return torch.cat(parts, -1)[:, : self.config.vocab_size].cpu()
+
+    def ring(self):
+        """Rows that have been written so far, in step order."""
+        count = int(self.ranks[0].step[0])
+        return self.ranks[0].ring[:count].tolist()
+
+
+def close(got, expected):
+    assert got.isfinite().all()
+    rms = (got - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert rms < BOUND, f"RMS error {rms:.5f}"
+
+
+@pytest.mark.parametrize("tp,quantization", [(1, None), (1, "fp8"), (2, None)])
+def test_lowered_graphs_equal_the_oracle(folder, tp, quantization):
+    """Prefill in two chunks, then decode alone and beside another slot and beside a padding row."""
+    ours = Lowered(folder, tp, quantization)
+    oracle = Lockstep(folder, 1, length=LENGTH, quantization=quantization)
+    last = ("prefill", BUCKET, "last")
+
+    ours.prefill(1, PROMPT[:6], logits="none")
+    ours.prefill(1, PROMPT[6:], start=6)
+    logits = ours.logits(last)
+    close(logits, oracle.vocab_logits(oracle.prefill(1, PROMPT)))
+    follow(ours, oracle, logits, {0: 1})
+
+    ours.decode([1])
+    logits = ours.logits(("decode", 1, "last"))
+    close(logits, oracle.vocab_logits(oracle.decode([1])))
+    follow(ours, oracle, logits, {0: 1})
+
+    ours.prefill(0, PROMPT[:3])
+    logits = ours.logits(last)
+    close(logits, oracle.vocab_logits(oracle.prefill(0, PROMPT[:3])))
+    follow(ours, oracle, logits, {0: 0})
+
+    ours.decode([1, 0])
+    logits = ours.logits(("decode", 2, "last"))
+    close(logits, oracle.vocab_logits(oracle.decode([1, 0])))
+    follow(ours, oracle, logits, {0: 1, 1: 0})
+
+    before = [rank.state.k_cache[0].clone() for rank in ours.ranks]
+    ours.decode([1, -1])
+    logits = ours.logits(("decode", 2, "last"))[:1]
+    close(logits, oracle.vocab_logits(oracle.decode([1])))
+    follow(ours, oracle, logits, {0: 1})
+    for rank, cache in zip(ours.ranks, before):
+        assert torch.equal(rank.state.k_cache[0][0], cache[0])
+        assert rank.state.positions.tolist() == oracle.states[0].positions[:SLOTS].tolist()
+        assert rank.status.tolist() == [0] * 8
+    assert ours.ring()[-1][1] == -3  # the padding row's mark
+
+
+def follow(ours, oracle, logits, rows):
+    """The ring's newest row is the argmax of the logits; the oracle goes on from the same tokens."""
+    newest = ours.ring()[-1]
+    for row, slot in rows.items():
+        assert newest[row] == int(logits[row].argmax())
+        for rank in ours.ranks:
+            assert int(rank.state.tokens[slot]) == newest[row]
+        for state in oracle.states:
+            state.tokens[slot] = newest[row]
