@@ -133,7 +133,7 @@ def test_split_counts_and_merge_levels(device: str, num_splits: int, fan_in: int
 
 
 def test_merge_takes_several_rounds(device: str) -> None:
-    """Group 16 at D = 256 merges one partial a round; SmolLM2 sixteen of its bunch of 32."""
+    """Group 16 at D = 256 leaves registers for one partial a round."""
     case = Case(Heads(16, 1, 256), [300], [0], FP16, device)
     case.check(case.run(_config(num_splits=19, block_n=16, min_chunk=16, fan_in=8)))
 

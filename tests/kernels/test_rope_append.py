@@ -1,0 +1,90 @@
+"""RoPE on adjacent pairs and the KV append: against complex rotation, with the rest of the cache untouched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.attention_cases import (
+    QWEN_7B,
+    QWEN_72B_TP2,
+    QWEN_72B_TP8,
+    SMOLLM2,
+    UNIT,
+    Heads,
+)
+
+SLOTS, MAX_LEN = 3, 96
+
+
+def _table(head_dim: int, theta: float = 10000.0) -> torch.Tensor:
+    """cos_sin [MAX_LEN, D] fp32, cos_i at 2i and sin_i at 2i+1."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    angles = torch.arange(MAX_LEN, dtype=torch.float64)[:, None] * theta**-exponents
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1).float()
+
+
+def _expected(qkv, table, start: int, length: int, heads: Heads):
+    """(q, k, v) [length, heads, D] fp64: each pair is a complex number times cos + i sin."""
+    x = qkv[:length].double().view(length, -1, heads.head_dim)
+    turned = torch.view_as_complex(x.view(length, x.shape[1], -1, 2).contiguous())
+    turn = torch.view_as_complex(table[start : start + length].double().view(length, -1, 2))
+    rotated = torch.view_as_real(turned * turn[:, None]).flatten(-2)
+    nq, nkv = heads.num_heads, heads.num_kv_heads
+    return rotated[:, :nq], rotated[:, nq : nq + nkv], x[:, nq + nkv :]
+
+
+def _close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """One rounding (u * |want|); the fp32 sum of two products adds 2^-22 of at most 12 (inputs below 8)."""
+    assert not got.isnan().any()
+    error = (got.double() - want).abs()
+    assert (error <= UNIT[dtype] * want.abs() + 12 * 2.0**-22).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("use_kernel", [True, False], ids=["kernel", "ref"])
+@pytest.mark.parametrize(
+    "heads",
+    [QWEN_7B, QWEN_72B_TP2, QWEN_72B_TP8, SMOLLM2, Heads(4, 2, 16), Heads(2, 1, 80), Heads(1, 1, 256)],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "slot", "start", "length"), [(1, 0, 0, 1), (20, 2, 37, 17), (16, 1, 80, 16)]
+)
+def test_rope_append(device, dtype, use_kernel, heads: Heads, tokens, slot, start, length) -> None:
+    from engine.kernels.rope_append import rope_append, rope_append_ref
+
+    nq, nkv, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    qkv = torch.randn(tokens, (nq + 2 * nkv) * d).to(dtype).to(device)
+    qkv[length:] = float("nan")  # what padding rows hold must not matter
+    table = _table(d)
+    before = torch.full((2, SLOTS, nkv, MAX_LEN, d), float("nan"), dtype=dtype, device=device)
+    k_cache, v_cache = before[0].clone(), before[1].clone()
+    where = (slot, start, length)
+    if use_kernel:
+        q_out = torch.full((tokens, nq * d), float("nan"), dtype=dtype, device=device)
+        request = torch.tensor(where, dtype=torch.int32, device=device)
+        rope_append(qkv, q_out, k_cache, v_cache, table.to(device), request, **heads.kwargs)
+    else:
+        q_out = rope_append_ref(qkv, k_cache, v_cache, table.to(device), *where, **heads.kwargs)
+    q, k, v = _expected(qkv.cpu(), table, start, length, heads)
+    _close(q_out[:length].cpu().view(length, nq, d), q, dtype)
+    assert not q_out[length:].any() and not q_out[length:].isnan().any()
+    stop = start + length
+    _close(k_cache[slot, :, start:stop].transpose(0, 1).cpu(), k, dtype)
+    assert torch.equal(v_cache[slot, :, start:stop].transpose(0, 1).cpu().double(), v)
+    for cache in (k_cache, v_cache):  # nothing else was written
+        cache[slot, :, start:stop] = float("nan")
+        assert cache.isnan().all()
+
+
+def test_reference_keeps_fp64(device: str) -> None:
+    from engine.kernels.rope_append import rope_append_ref
+
+    heads = SMOLLM2
+    qkv = torch.randn(5, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim).double()
+    caches = torch.zeros(2, SLOTS, heads.num_kv_heads, MAX_LEN, heads.head_dim).double()
+    table = _table(heads.head_dim)
+    got = rope_append_ref(qkv, caches[0], caches[1], table, 1, 9, 5, **heads.kwargs)
+    q, k, _ = _expected(qkv, table, 9, 5, heads)
+    torch.testing.assert_close(got, q.flatten(1), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(caches[0, 1, :, 9:14], k.transpose(0, 1), rtol=1e-13, atol=1e-13)
