@@ -133,7 +133,6 @@ def create_gpu_executor(engine: EngineConfig, model: ModelConfig) -> GpuExecutor
     """One rank a device; ranks may outnumber devices (virtual ranks: correct, not fast)."""
     from engine.runtime.allocate import Sizes, allocate_ranks
     from engine.runtime.gpu import GpuExecutor, compile_graphs
-    from engine.runtime.links import probe_links, require_peer_access
     from engine.tune.choose import set_target
 
     tp = engine.tensor_parallel_size
@@ -153,6 +152,8 @@ def create_gpu_executor(engine: EngineConfig, model: ModelConfig) -> GpuExecutor
         set_target(properties.name, properties.multi_processor_count)
     with phases.phase("links"):
         if tp > 1:
+            from engine.runtime.links import probe_links, require_peer_access
+
             require_peer_access(probe_links())
         bandwidth = _copy_bandwidth(devices[0])
     with phases.phase("graph"):
