@@ -7,17 +7,23 @@ Problems of one kind are listed together in one CheckpointError, each with its f
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.checkpoint.safetensors_header import BadFile, TensorInfo, read_header
+from engine.checkpoint.scheme import (
+    SCALE_DTYPES,
+    SKIPPED,
+    Scheme,
+    refuse_unknown_quantized,
+    scale_of,
+    scale_shapes,
+    scheme_of,
+)
 from engine.errors import CheckpointError
 from engine.weights import WeightSpec
-
-log = logging.getLogger(__name__)
 
 READABLE_DTYPES = ("BF16", "F16", "F32")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -26,18 +32,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _IGNORABLE = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 _LISTED = 8  # names shown of a long list
 
-# Names that give a quantised checkpoint away even when config.json does not say so.
-_QUANTIZED_NAMES = (
-    ("qweight", "GPTQ or AWQ"),
-    ("qzeros", "GPTQ or AWQ"),
-    ("weight_packed", "compressed-tensors pack-quantized"),
-    ("weight_scale_inv", "block FP8"),
-    ("weight_scale", "FP8 with weight_scale"),
-    ("weight_scale_2", "ModelOpt NVFP4"),
-    ("SCB", "bitsandbytes INT8"),
-    ("absmax", "bitsandbytes NF4"),
-)
-
 
 @dataclass(frozen=True)
 class CheckpointIndex:
@@ -45,6 +39,7 @@ class CheckpointIndex:
 
     directory: Path
     tensors: Mapping[str, TensorInfo]
+    scheme: Scheme | None = None  # of an FP8 checkpoint
 
     @property
     def files(self) -> list[Path]:
@@ -56,39 +51,101 @@ class CheckpointIndex:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())
 
-    def check(self, specs: Iterable[WeightSpec]) -> None:
-        """Compare with what the model asks for: names (missing, unknown), shapes, dtypes.
+    @property
+    def quantization(self) -> str | None:
+        """ "fp8" for an FP8 checkpoint: the value of --quantization that keeps it as it is stored."""
+        return "fp8" if self.scheme else None
 
-        Raises CheckpointError. Ignored: rotary inv_freq buffers, and an lm_head.weight that no spec
-        asks for (tied embeddings; `CheckpointSource` compares it with the embedding)."""
+    def is_fp8(self, name: str) -> bool:
+        """Whether this tensor is stored in FP8."""
+        info = self.tensors.get(name)
+        return info is not None and info.dtype == "F8_E4M3"
+
+    def adapt(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
+        """The specs as an FP8 checkpoint stores them: a weight of which any part is stored in 16 bits
+        (its `ignore` list) is not quantised either. Of any other checkpoint: the same specs."""
+        if self.scheme is None:
+            return dict(specs)
+        return {
+            name: replace(
+                spec, quantizable=spec.quantizable and all(self.is_fp8(p.name) for p in spec.parts)
+            )
+            for name, spec in specs.items()
+        }
+
+    def check(self, specs: Iterable[WeightSpec]) -> None:
+        """Compare with what the model asks for: names (missing, unknown), shapes, dtypes, scales.
+
+        Raises CheckpointError. Ignored: rotary inv_freq buffers, an lm_head.weight that no spec asks
+        for (tied embeddings; `CheckpointSource` compares it with the embedding), and the scales of
+        activations and KV cache of an FP8 checkpoint."""
+        specs = list(specs)
         expected = expected_shapes(specs)
-        have = {n: t for n, t in self.tensors.items() if not _IGNORABLE.search(n)}
-        where = str(self.directory)
-        missing = [n for n in expected if n not in have]
-        unknown = [n for n in have if n not in expected and n != "lm_head.weight"]
-        if missing or unknown:
-            parts = []
-            if missing:
-                parts.append(f"{_count(missing, 'tensor')} missing: {_names(missing)}")
-                if missing == ["lm_head.weight"]:
-                    parts[-1] += ' (set "tie_word_embeddings": true if it shares the embedding)'
-            if unknown:
-                parts.append(
-                    f"{_count(unknown, 'tensor')} unknown to this model: {_names(unknown)}"
-                )
-            raise CheckpointError(f"{where}: {'; '.join(parts)}")
+        self._check_names(expected)
         wrong = [
-            f"{n} is {list(have[n].shape)}, config.json asks for {list(shape)}"
+            f"{n} is {list(self.tensors[n].shape)}, config.json asks for {list(shape)}"
             for n, shape in expected.items()
-            if have[n].shape != shape
+            if self.tensors[n].shape != shape
         ]
         if wrong:
-            raise CheckpointError(f"{where}: wrong shape: {_names(wrong, '; ')}")
-        bad = [f"{n} is {have[n].dtype}" for n in expected if have[n].dtype not in READABLE_DTYPES]
+            raise CheckpointError(f"{self.directory}: wrong shape: {_names(wrong, '; ')}")
+        matrices = {p.name for s in specs if len(s.local_shape()) == 2 for p in s.parts}
+        bad = [
+            f"{n} is {self.tensors[n].dtype}"
+            for n in expected
+            if self.tensors[n].dtype not in READABLE_DTYPES
+            and not (self.scheme and n in matrices and self.is_fp8(n))
+        ]
         if bad:
             raise CheckpointError(
-                f"{where}: unsupported dtype: {_names(bad)}; supported: {', '.join(READABLE_DTYPES)}"
+                f"{self.directory}: unsupported dtype: {_names(bad)}; supported: "
+                + ", ".join(READABLE_DTYPES)
             )
+        self._check_scales(expected)
+
+    def _check_names(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        known = {*expected, "lm_head.weight"}
+        if self.scheme:
+            known |= {n + suffix for n in expected for suffix in ("_scale", "_scale_inv")}
+        missing = [n for n in expected if n not in self.tensors]
+        unknown = [
+            n
+            for n in self.tensors
+            if n not in known
+            and not _IGNORABLE.search(n)
+            and not (self.scheme and SKIPPED.search(n))
+        ]
+        if not missing and not unknown:
+            return
+        parts = []
+        if missing:
+            parts.append(f"{_count(missing, 'tensor')} missing: {_names(missing)}")
+            if missing == ["lm_head.weight"]:
+                parts[-1] += ' (set "tie_word_embeddings": true if it shares the embedding)'
+        if unknown:
+            parts.append(f"{_count(unknown, 'tensor')} unknown to this model: {_names(unknown)}")
+        raise CheckpointError(f"{self.directory}: {'; '.join(parts)}")
+
+    def _check_scales(self, expected: Iterable[str]) -> None:
+        """Every FP8 weight has one scale of a right shape; no other weight has any."""
+        problems = []
+        for name in expected:
+            weight = self.tensors[name]
+            scale = scale_of(weight, self.tensors)
+            if not self.is_fp8(name):
+                if scale is not None:
+                    problems.append(f"{scale.name} belongs to a weight stored as {weight.dtype}")
+                continue
+            assert self.scheme is not None
+            shapes = scale_shapes(weight, self.scheme)
+            if scale is None:
+                problems.append(f"{name} has no {name.rpartition('.')[2]}_scale")
+            elif scale.shape not in shapes or scale.dtype not in SCALE_DTYPES:
+                problems.append(
+                    f"{scale.name} is {scale.dtype} {list(scale.shape)}, wanted {list(shapes[0])}"
+                )
+        if problems:
+            raise CheckpointError(f"{self.directory}: FP8 scales: {_names(problems, '; ')}")
 
 
 def open_checkpoint(directory: str | Path) -> CheckpointIndex:
@@ -97,7 +154,7 @@ def open_checkpoint(directory: str | Path) -> CheckpointIndex:
     Raises CheckpointError: no safetensors, missing or truncated files, an index that disagrees with
     the files, a tensor in two files, a quantisation scheme that is not read."""
     directory = Path(directory)
-    _refuse_quantized_config(directory)
+    scheme = scheme_of(directory)
     weight_map = _weight_map(directory)
     if weight_map is None:
         files = [_only_file(directory)]
@@ -111,8 +168,8 @@ def open_checkpoint(directory: str | Path) -> CheckpointIndex:
     tensors = _read_headers(directory, files)
     if weight_map is not None:
         _compare_with_index(directory, weight_map, tensors)
-    _refuse_quantized_names(directory, tensors)
-    return CheckpointIndex(directory, tensors)
+    refuse_unknown_quantized(directory, tensors, scheme)
+    return CheckpointIndex(directory, tensors, scheme)
 
 
 def expected_shapes(specs: Iterable[WeightSpec]) -> dict[str, tuple[int, ...]]:
@@ -202,37 +259,6 @@ def _compare_with_index(
             f"{directory}: {INDEX} disagrees with the files on {_count(problems, 'tensor')}: "
             f"{_names(problems)}"
         )
-
-
-def _refuse_quantized_config(directory: Path) -> None:
-    scheme = None
-    for name in ("config.json", "hf_quant_config.json"):
-        try:
-            config = json.loads((directory / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue  # config.py reports a missing or damaged config.json
-        quantization = config.get("quantization_config") or config.get("quantization")
-        if isinstance(quantization, dict):
-            scheme = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed"
-            if quantization.get("format"):
-                scheme = f"{scheme} ({quantization['format']})"
-            break
-    if scheme:
-        raise _quantized(directory, scheme)
-
-
-def _refuse_quantized_names(directory: Path, tensors: Iterable[str]) -> None:
-    for name in tensors:
-        for suffix, scheme in _QUANTIZED_NAMES:
-            if name.endswith("." + suffix):
-                raise _quantized(directory, f"{scheme}, as {name} shows")
-
-
-def _quantized(directory: Path, scheme: str) -> CheckpointError:
-    return CheckpointError(
-        f"{directory}: quantised checkpoint ({scheme}) is not supported; give the BF16/FP16 original, "
-        "with --quantization fp8 to store it in 8 bits"
-    )
 
 
 def _count(items: list, noun: str) -> str:

@@ -118,6 +118,7 @@ def load_ranks(
     if isinstance(source, CheckpointSource):
         source.index.check(specs)
         source.check_tied(specs)
+        source.check_scales()
     where = {rank: torch.device(device) for rank, device in devices.items()}
     aliases = {rank: find_aliases(specs, rank, quantization) for rank in where}
 
@@ -214,15 +215,21 @@ def _materialize(
     rows = _rows_of_parts(spec, rank)
     check = torch.zeros((), device=device)
     for part, where in zip(spec.parts, rows):
-        value = source.read(part, rank, device)
-        if scale is not None:
-            weight[where], scale[where] = quantize_rows(value)
-            check = check + scale[where].sum()
-        else:
-            weight[where] = value
+        if scale is None:
+            weight[where] = source.read(part, rank, device)
             check = check + weight[where].sum(dtype=torch.float32)
-        del value  # before the next part is read: one slice at a time
+            continue
+        stored = _stored_fp8(source, part, rank, device)
+        weight[where], scale[where] = stored or quantize_rows(source.read(part, rank, device))
+        check = check + scale[where].sum()
+        del stored  # before the next part is read: one slice at a time
     return Loaded(weight, scale), check
+
+
+def _stored_fp8(
+    source: WeightSource, part: Part, rank: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return source.read_fp8(part, rank, device) if isinstance(source, CheckpointSource) else None
 
 
 def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:

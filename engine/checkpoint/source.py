@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
+from engine.checkpoint.scheme import Scheme, scale_of
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.weights import Part, WeightSpec
@@ -89,7 +90,58 @@ class CheckpointSource:
         self._staging = threading.local()
 
     def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
-        """See WeightSource. Raises CheckpointError if the tensor is absent or of another shape."""
+        """See WeightSource; a weight stored in FP8 is given as fp32 values.
+
+        Raises CheckpointError if the tensor is absent or of another shape."""
+        piece = self._read_stored(part, rank, torch.device(device))
+        if self.index.is_fp8(part.name):
+            scale, column_block = self._read_scale(part, rank, piece.device)
+            piece = piece.float().mul_(scale if column_block is None else scale[:, column_block])
+        return _pad(apply_layout(piece, part), part, rank)
+
+    def read_fp8(
+        self, part: Part, rank: int, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(float8_e4m3fn [N, K], fp32 scale [N]) of a part stored in FP8 with one scale a row or a
+        tensor, bits unchanged; None for any other part, which `read` gives and loading quantises
+        (scales of blocks cannot be kept by kernels that scale a whole row)."""
+        if not self.index.is_fp8(part.name) or self._scheme.block:
+            return None
+        device = torch.device(device)
+        weight = self._read_stored(part, rank, device)
+        # Only magnitude 0x7f is not finite in e4m3fn.
+        if weight.numel() and (weight.view(torch.uint8) & 0x7F).max() == 0x7F:
+            raise CheckpointError(f"{self.index.directory}: NaN in {part.name}")
+        scale = self._read_scale(part, rank, device)[0].expand(weight.shape[0], 1)[:, 0]
+        weight = _pad(apply_layout(weight, part).view(torch.uint8), part, rank).view(weight.dtype)
+        scale = apply_layout(scale, part)
+        missing = weight.shape[0] - scale.shape[0]  # padded rows are zeros of any scale
+        return weight, torch.nn.functional.pad(scale, (0, missing), value=1.0)
+
+    def check_scales(self) -> None:
+        """Read every scale of an FP8 checkpoint: CheckpointError for one that is not finite or not
+        positive. Small (4 bytes a row), so that it comes before any weight."""
+        bad = []
+        for name, info in self.index.tensors.items():
+            scale = scale_of(info, self.index.tensors) if self.index.is_fp8(name) else None
+            if scale is None:
+                continue
+            values = self._view(scale).float()
+            if not (values.isfinite() & (values > 0)).all():
+                bad.append(scale.name)
+        if bad:
+            shown = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+            raise CheckpointError(
+                f"{self.index.directory}: FP8 scales that are zero, negative or not finite: {shown}"
+            )
+
+    @property
+    def _scheme(self) -> Scheme:
+        assert self.index.scheme is not None  # index.check refuses FP8 tensors without one
+        return self.index.scheme
+
+    def _read_stored(self, part: Part, rank: int, device: torch.device) -> torch.Tensor:
+        """This rank's slice as stored, natural row order, not padded."""
         info = self.index.tensors.get(part.name)
         if info is None or info.shape != part.shape:
             found = "no such tensor" if info is None else f"shape {list(info.shape)}"
@@ -99,8 +151,27 @@ class CheckpointSource:
         whole = self._view(info)
         start, stop = local_range(part, rank)
         piece = whole if part.axis is None else whole.narrow(part.axis, start, stop - start)
-        piece = self._to_device(piece, torch.device(device))
-        return _pad(apply_layout(piece, part), part, rank)
+        return self._to_device(piece, device)
+
+    def _read_scale(
+        self, part: Part, rank: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """fp32 [rows or 1, 1 or column blocks] of this rank's slice, and for block scales the block of
+        each local column. Blocks are those of the whole tensor: a shard may begin inside one."""
+        info = scale_of(self.index.tensors[part.name], self.index.tensors)
+        if info is None:
+            raise CheckpointError(f"{self.index.directory}: {part.name} has no scale")
+        start, stop = local_range(part, rank)
+        scale = self._view(info).float().to(device)
+        block = self._scheme.block
+        rows, cols = (torch.arange(n, device=device) for n in part.shape)
+        if part.axis == 0:
+            rows = rows[start:stop]
+        elif part.axis == 1:
+            cols = cols[start:stop]
+        if block:
+            return scale[rows // block], cols // block
+        return (scale.view(1, 1) if scale.numel() == 1 else scale.view(-1, 1)[rows]), None
 
     def check_tied(self, specs: Iterable[WeightSpec]) -> None:
         """A checkpoint of tied embeddings may carry an lm_head.weight that no spec asks for; if it is

@@ -283,7 +283,7 @@ def test_quantised_checkpoints_are_named(single, quantization, named):
 
 def test_modelopt_is_named_from_its_own_file(single):
     (single / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    assert "quantised checkpoint (NVFP4)" in refusal(single)
+    assert "quantised checkpoint (modelopt NVFP4)" in refusal(single)
 
 
 def test_quantised_names_without_a_config_are_named(single):
