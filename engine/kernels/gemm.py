@@ -97,10 +97,12 @@ def heuristic(
     if t <= 64:
         return _small_t(t, n, k, fp8, sm_count)
     if t <= 128 or triton.cdiv(t, 128) * triton.cdiv(n, 128) < 2 * sm_count:
-        return GemmConfig(block_t=128, block_n=128, block_k=64, warps=4, stages=4 if fp8 else 3)
+        return GemmConfig(
+            block_t=128, block_n=128, block_k=64, warps=8 if fp8 else 4, stages=4 if fp8 else 3
+        )
     if fp8:
         # Few weight rows and many tokens: each converted weight serves 256 tokens.
-        return GemmConfig(block_t=256, block_n=64, block_k=64, warps=4, stages=3)
+        return GemmConfig(block_t=256, block_n=64, block_k=64, warps=8, stages=3)
     return GemmConfig(block_t=256, block_n=128, block_k=64, warps=8, stages=4)
 
 

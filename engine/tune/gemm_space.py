@@ -66,7 +66,7 @@ def _large(t: int, fp8: bool) -> Iterator[GemmConfig]:
     """Bound by the tensor cores: 128 x 128 twice a multiprocessor, or 256 x 128 once."""
     if fp8:
         for block_t, block_n, block_k, warps, stages in (
-            (256, 64, 64, 4, 3), (256, 64, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4),
+            (256, 64, 64, 4, 3), (256, 64, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3),
             (128, 128, 128, 8, 3), (256, 128, 64, 8, 4), (128, 256, 64, 8, 4), (128, 64, 128, 4, 3),
             (256, 128, 128, 8, 2),
         ):  # fmt: skip

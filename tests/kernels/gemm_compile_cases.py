@@ -1,0 +1,88 @@
+"""Child process of test_compile_gemm.py: compiles GEMM configurations for sm_90 and prints one line of JSON.
+
+Each report carries what Report lacks: TMA loads, and whether ptxas had to serialise the wgmma instructions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+
+import triton.language as tl
+
+from engine.kernels.gemm import GemmConfig, heuristic
+from engine.kernels.gemm_kernel import gemm_kernel
+from engine.tune import gemm_space
+from tests.kernels.compile_sm90 import SIGNATURE, compile_sm90
+
+EPILOGUE = {"store": 0, "residual": 1, "silu_mul": 2}
+_SIZES = ("T", "N", "K", "x_stride", "w_stride", "out_stride", "res_stride")
+
+
+def compile_gemm(
+    config: GemmConfig, *, fp8: bool, epilogue: str, act: str = "bf16", tma: bool = True
+) -> dict:
+    """Compile one variant as `gemm` would launch it on aligned tensors; Report fields plus the two above."""
+    weight = "fp8e4nv" if fp8 else act
+    signature = {
+        "x": f"tensordesc<{act}[{config.block_t}, {config.block_k}]>" if tma else f"*{act}",
+        "w": f"tensordesc<{weight}[{config.block_n}, {config.block_k}]>" if tma else f"*{weight}",
+        "out": SIGNATURE[act], "residual": SIGNATURE[act], "bias": SIGNATURE[act],
+        "scale": "*fp32", "partials": "*fp32", "tickets": "*i32", **dict.fromkeys(_SIZES, "i32"),
+    }  # fmt: skip
+    aligned = [name for name, kind in signature.items() if not kind.startswith("tensordesc")]
+    report = compile_sm90(
+        gemm_kernel,
+        signature,
+        dict(
+            BT=config.block_t, BN=config.block_n, BK=config.block_k, GROUP=config.group,
+            SWAP=config.swap, SPLIT=config.split_k, TMA=tma, EPILOGUE=EPILOGUE[epilogue],
+            HAS_SCALE=fp8, HAS_BIAS=epilogue == "store", FP8=fp8,
+            DTYPE=tl.bfloat16 if act == "bf16" else tl.float16, PDL=True,
+        ),
+        aligned=aligned, num_warps=config.warps, num_stages=config.stages, keep_text=True,
+    )  # fmt: skip
+    facts = asdict(report)
+    sass, ptx = facts.pop("sass"), facts.pop("ptx")
+    facts["tma_loads"] = len(re.findall(r"\bUTMALDG\b", sass))
+    facts["waits_in_wgmma"] = len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass))
+    facts["fences"] = len(re.findall(r"\bWARPGROUP\.ARRIVE\b", sass))
+    facts["slow_converts"] = len(re.findall(r"\bF2F\.", sass))
+    facts["pdl"] = ("griddepcontrol.wait" in ptx) + ("griddepcontrol.launch_dependents" in ptx)
+    return facts
+
+
+def cases() -> dict[str, dict]:
+    """What ships: the heuristic's picks, and the search space around one prefill and one short prompt."""
+    wanted: dict[tuple, dict] = {}
+    for fp8 in (False, True):
+        kind = "fp8" if fp8 else "bf16"
+        for t, n, k in ((16, 1280, 8192), (64, 8192, 3696), (512, 5120, 8192), (2048, 29568, 8192)):
+            epilogue = "silu_mul" if n == 29568 else "residual" if n == 8192 else "store"
+            space = (
+                gemm_space.candidates(t, n, k, kind)
+                if (t, n) in ((16, 1280), (2048, 29568))
+                else []
+            )
+            for config in (heuristic(t, n, k, kind), *space):
+                if config.kernel == "triton":
+                    wanted[(config, epilogue, fp8, "bf16", True)] = {}
+    base = GemmConfig(stages=3, warps=8)
+    wanted[(base, "residual", False, "fp16", True)] = {}
+    wanted[(base, "residual", True, "fp16", True)] = {}
+    wanted[(base, "store", False, "bf16", False)] = {}
+    return {
+        f"{c} {e} {act}{' fp8' if f else ''} tma={tma}": dict(
+            compile_gemm(c, fp8=f, epilogue=e, act=act, tma=tma),
+            fp8=f,
+            act=act,
+            tma=tma,
+            swap=c.swap,
+        )
+        for c, e, f, act, tma in wanted
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(cases()))
