@@ -30,6 +30,7 @@ from engine.kernels.gemm_kernel import gemm_kernel
 from engine.kernels.silu import silu_mul
 
 KEY_FIELDS = ("t", "n", "k", "weight_dtype")
+NEAREST_FIELD = "t"  # every configuration is valid at every T
 SOURCES = ("gemm.py", "gemm_kernel.py")
 
 GemmEpilogue = Store | Residual | SiluMul

@@ -9,7 +9,9 @@ source: after a mismatch the whole file is ignored with one log line and is neve
 (`engine.tune.cache_file` reads and writes them).
 
 An op module may define `KEY_FIELDS` (names in the order of the written key; default: the parameters of its
-`heuristic` without `sm_count`) and `SOURCES` (file names beside it that its hash covers; default: itself).
+`heuristic` without `sm_count`), `SOURCES` (file names beside it that its hash covers; default: itself) and
+`NEAREST_FIELD` (an int field, e.g. the prefill bucket: a shape tuned at other sizes of it takes the next larger
+tuned size, else the largest; every configuration must be valid at every size).
 """
 
 from __future__ import annotations
@@ -105,8 +107,9 @@ def choose(op: str, key: Mapping[str, Any]) -> Any:
             return _state.overrides[(op, name)]
     if op not in _state.entries:
         _state.entries[op] = cache_file.load(_path(op), metadata(op))
-    entry = _state.entries[op].get(written)
     module = _op(op).load()
+    written = _nearest(_state.entries[op], written, getattr(module, "NEAREST_FIELD", None))
+    entry = _state.entries[op].get(written)
     if entry is not None:
         try:
             return getattr(module, _op(op).config_class)(**entry["config"])
@@ -181,6 +184,22 @@ def _written(value: Any) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}.get(
         text, text
     )
+
+
+def _nearest(entries: Mapping[str, dict], written: str, name: str | None) -> str:
+    """`written` itself if it is tuned or nothing near it is; else the entry next to it along field `name`."""
+    if name is None or written in entries:
+        return written
+    pattern = re.compile(rf"(^|,){name}=(\d+)(?=,|$)")
+
+    def parts(key: str) -> tuple[str, int]:
+        match = pattern.search(key)
+        return (pattern.sub("", key), int(match.group(2))) if match else (key, 0)
+
+    rest, size = parts(written)
+    tuned = sorted((parts(key)[1], key) for key in entries if parts(key)[0] == rest)
+    larger = [key for other, key in tuned if other >= size]
+    return larger[0] if larger else tuned[-1][1] if tuned else written
 
 
 def _heuristic(function: Any, op: str, key: Mapping[str, Any]) -> Any:

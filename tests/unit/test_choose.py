@@ -167,6 +167,31 @@ def test_a_failed_write_leaves_the_old_file(op) -> None:
     assert [p.name for p in op.file.parent.iterdir()] == ["fake.json"]
 
 
+def test_nearest_size_of_the_same_shape(op, monkeypatch) -> None:
+    monkeypatch.setattr(choose.OPS["fake"].load(), "NEAREST_FIELD", "n", raising=False)
+    entries = {
+        f"n={n},k={k},dtype=fp8": {"config": {"block": n, "name": f"k{k}"}, "us": 1.0}
+        for n, k in ((16, 5), (64, 5), (512, 5), (100, 7))
+    }
+    choose.save_entries("fake", "NVIDIA H200", entries, choose.metadata("fake"))
+
+    def pick(n: int, k: int) -> FakeConfig:
+        return choose.choose("fake", {"n": n, "k": k, "dtype": "fp8", "rows": 1})
+
+    assert [pick(n, 5).block for n in (1, 16, 17, 64, 100, 512, 4096)] == [
+        16,
+        16,
+        64,
+        64,
+        512,
+        512,
+        512,
+    ]
+    assert pick(99, 7) == FakeConfig(100, "k7")
+    assert choose.misses() == {}
+    assert pick(64, 6).name == "heuristic" and len(choose.misses()) == 1
+
+
 def test_missing_facts_and_unknown_ops_are_named(op) -> None:
     with pytest.raises(EngineError, match="lacks k, dtype"):
         choose.choose("fake", {"n": 1})
