@@ -65,14 +65,14 @@ class Lockstep:
         length: int = 64,
         slots: int = 3,
         quantization: str | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
         self.config: ModelConfig = from_dir(folder)
         self.tp, self.fused = tp, fused
         graph = self.graph("prefill", length, "all")
         source = CheckpointSource(folder)
         self.weights: list[dict[str, Loaded]] = [
-            load_rank(graph.weights, source, rank, "cpu", torch.float32, quantization)
-            for rank in range(tp)
+            load_rank(graph.weights, source, rank, "cpu", dtype, quantization) for rank in range(tp)
         ]
         self.states: list[RankState] = [
             new_state(
