@@ -10,8 +10,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from engine.errors import DeviceError, EngineError
 
@@ -48,7 +49,7 @@ def say(text: str) -> None:
 
 def run(body: Callable[[], int]) -> int:
     """Run a command's body; turns its errors and signals into one line and an exit code."""
-    _handle_signals()
+    previous = _handle_signals()
     try:
         code = body()
         sys.stdout.flush()
@@ -64,6 +65,9 @@ def run(body: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of stdout went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def log_to_stderr(quiet: bool) -> None:
@@ -72,8 +76,13 @@ def log_to_stderr(quiet: bool) -> None:
     logging.getLogger("engine").setLevel(logging.WARNING if quiet else logging.INFO)
 
 
-def _handle_signals() -> None:
-    """The first Ctrl-C unwinds (devices are given back); the second ends the process at once."""
+def _handle_signals() -> dict[int, Any]:
+    """The first Ctrl-C unwinds (devices are given back); the second ends the process at once.
+
+    Returns the handlers that were there; only the main thread may set any.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
 
     def interrupt(number, frame):
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -83,5 +92,7 @@ def _handle_signals() -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
         raise SystemExit(143)
 
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, terminate)
+    return {
+        signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
+    }

@@ -211,7 +211,7 @@ def write_sentencepiece(path: Path, **config) -> Path:
     return path
 
 
-def write_model(path: Path, **tokenizer_config) -> Path:
+def write_model(path: Path, *, positions: int = 128, **tokenizer_config) -> Path:
     """A directory that looks like a checkpoint to everything but the weight loader."""
     write_byte_level(path, **tokenizer_config)
     config = {
@@ -222,7 +222,7 @@ def write_model(path: Path, **tokenizer_config) -> Path:
         "num_key_value_heads": 2,
         "intermediate_size": 128,
         "vocab_size": 400,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": positions,
         "eos_token_id": 0,
     }
     (path / "config.json").write_text(json.dumps(config))
