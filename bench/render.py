@@ -1,0 +1,219 @@
+"""Tables of README.md and docs/ from bench/results/*.json, so that text and measurements cannot disagree.
+
+    python -m bench.render            rewrite the blocks between markers
+    python -m bench.render --check    exit 1 if a block is out of date (run by the tests)
+
+A block is everything between `<!-- render: NAME -->` and `<!-- /render -->`; NAME is a key of TABLES.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/performance.md")
+EMPTY = '*Nothing measured yet: see "Measure it yourself".*'
+
+Row = dict[str, Any]
+
+_BLOCK = re.compile(r"(<!-- render: (?P<name>[\w-]+) -->\n).*?(<!-- /render -->)", re.DOTALL)
+_DEPLOYMENT = ("model", "quantization", "tp", "shard_of", "rows", "context", "gpu")
+_KERNEL_METRICS = ("gemv_us", "attention_us", "gemm_us", "prefill_attention_us", "norm_us")
+
+
+def load(results: Path = ROOT / "bench" / "results") -> list[Row]:
+    """All rows of all result files. ValueError names a file that is not a list of rows."""
+    rows: list[Row] = []
+    for file in sorted(results.glob("*.json")):
+        content = json.loads(file.read_text())
+        if not isinstance(content, list) or any("metric" not in row for row in content):
+            raise ValueError(f"{file} is not a list of result rows")
+        rows += content
+    return rows
+
+
+def _size(row: Row) -> tuple:
+    """Sort key: qwen2.5-7b before qwen2.5-72b, then quantisation and TP degree."""
+    size = re.search(r"([\d.]+)b\b", row["model"] or "")
+    return (
+        float(size[1]) if size else 0.0,
+        row["model"] or "",
+        row["quantization"],
+        row["shard_of"] or 0,
+        row["tp"],
+        row["rows"] or 0,
+        row["context"] or 0,
+    )
+
+
+def _number(value: float | None) -> str:
+    """Three significant digits, or whole numbers above 1000."""
+    if value is None:
+        return ""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value == int(value):
+        return str(int(value))
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}".replace("%", " %")
+
+
+def _table(header: list[str], lines: Iterable[list[str]]) -> str:
+    lines = list(lines)
+    if not lines:
+        return EMPTY
+    keep = [i for i in range(len(header)) if any(line[i] for line in lines)]
+    rule = ["---:" if i else "---" for i in range(len(header))]
+    return "\n".join(
+        "| " + " | ".join(line[i] for i in keep) + " |" for line in [header, rule, *lines]
+    )
+
+
+def _deployments(rows: list[Row], shards: bool) -> list[dict[str, Row]]:
+    """Rows of one deployment together, by metric; `shards`: those that run another degree's shapes."""
+    groups: dict[tuple, dict[str, Row]] = {}
+    wanted = ("decode_tok_s", "ttft_ms", "startup_s")
+    for row in rows:
+        if row["metric"] in wanted and bool(row["shard_of"]) == shards:
+            key = tuple(row[name] for name in _DEPLOYMENT if name != "context")
+            # Start-up belongs to the deployment, whatever the context of its requests.
+            context = None if row["metric"] == "startup_s" else row["context"]
+            groups.setdefault((*key, context), {})[row["metric"]] = row
+    merged = []
+    for key, group in groups.items():
+        if "decode_tok_s" in group:
+            start = groups.get((*key[:-1], None), {})
+            merged.append({**start, **group})
+    return sorted(merged, key=lambda g: _size(g["decode_tok_s"]))
+
+
+def _end_to_end(rows: list[Row], shards: bool = False) -> str:
+    lines = []
+    for group in _deployments(rows, shards):
+        decode = group["decode_tok_s"]
+        baseline = decode["baseline"]
+        weights = "FP8" if decode["quantization"] == "fp8" else "BF16"
+        other = ""
+        if baseline:
+            ratio = decode["value"] / baseline["value"]
+            other = f"{baseline['name']} {_number(baseline['value'])} ({ratio:.2f}x)"
+        lines.append(
+            [
+                decode["model"],
+                weights,
+                f"{decode['tp']}" + (f" (shards of {decode['shard_of']})" if shards else ""),
+                _number(decode["rows"]),
+                _number(decode["context"]),
+                _number(decode["value"]),
+                _share(decode["share"]),
+                _number(group["ttft_ms"]["value"]) if "ttft_ms" in group else "",
+                _number(group["startup_s"]["value"]) if "startup_s" in group else "",
+                other,
+            ]
+        )
+    header = ["model", "weights", "TP", "rows", "prompt", "decode tok/s", "share of the roof"]
+    return _table([*header, "TTFT ms", "start-up s", "baseline tok/s"], lines) + _foot(rows)
+
+
+def _foot(rows: list[Row]) -> str:
+    """Where and when the rows were measured."""
+    places = sorted(
+        {
+            f"{r['gpu']}, driver {r['driver']}, torch {r['torch']}, Triton {r['triton']}"
+            for r in rows
+            if r["metric"] == "decode_tok_s"
+        }
+    )
+    if not places:
+        return ""
+    dates = sorted(str(r["date"])[:10] for r in rows if r["metric"] == "decode_tok_s")
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return f"\n\n{'; '.join(places)}; {when}."
+
+
+def _listing(rows: list[Row]) -> str:
+    """One line a row, columns that no row uses left out."""
+    lines = []
+    for r in sorted(
+        rows, key=lambda r: (r["metric"], r["algorithm"] or "", _size(r), r["bytes"] or 0)
+    ):
+        baseline = r["baseline"]
+        lines.append(
+            [
+                r["metric"],
+                r["algorithm"] or "",
+                r["model"] or "",
+                r["quantization"] if r["quantization"] != "none" else "",
+                _number(r["tp"]) + (f" (shards of {r['shard_of']})" if r["shard_of"] else ""),
+                _number(r["rows"]),
+                _number(r["context"]),
+                _number(r["bytes"]),
+                f"{_number(r['value'])} {r['unit']}".strip(),
+                _share(r["share"]),
+                f"{baseline['name']} {_number(baseline['value'])}" if baseline else "",
+            ]
+        )
+    header = ["metric", "algorithm", "model", "weights", "TP", "rows", "context", "bytes", "value"]
+    return _table([*header, "share of the roof", "baseline"], lines)
+
+
+def _kernels(rows: list[Row]) -> str:
+    return _listing([r for r in rows if r["metric"] in _KERNEL_METRICS])
+
+
+def _all_reduce(rows: list[Row]) -> str:
+    names = ("all_reduce", "put_signal")
+    return _listing([r for r in rows if r["metric"].startswith(names)])
+
+
+def _other(rows: list[Row]) -> str:
+    seen = ("all_reduce", "put_signal", "decode_tok_s", "ttft_ms", "startup_s", *_KERNEL_METRICS)
+    return _listing([r for r in rows if not r["metric"].startswith(seen)])
+
+
+TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "end-to-end": _end_to_end,
+    "shards": lambda rows: _end_to_end(rows, shards=True),
+    "kernels": _kernels,
+    "all-reduce": _all_reduce,
+    "other": _other,
+}
+
+
+def render(text: str, rows: list[Row]) -> str:
+    """`text` with every block filled. KeyError for a block whose name is not a table."""
+
+    def fill(match: re.Match) -> str:
+        return f"{match[1]}{TABLES[match['name']](rows)}\n{match[3]}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def main(argv: list[str]) -> int:
+    """0 if all is up to date or was written."""
+    rows = load()
+    stale = []
+    for name in PAGES:
+        page = ROOT / name
+        old = page.read_text()
+        new = render(old, rows)
+        if new != old:
+            stale.append(name)
+            if "--check" not in argv:
+                page.write_text(new)
+    if "--check" in argv and stale:
+        print(f"out of date: {', '.join(stale)}; run python -m bench.render", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
