@@ -106,3 +106,64 @@ def edit_json(file: Path, **changes) -> None:
         else:
             value[key] = change
     file.write_text(json.dumps(value))
+
+
+def store_fp8(
+    directory: Path, kind: str, block: int = 32, keep: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """Rewrite a single-file checkpoint's linear layers in FP8 as `kind` stores them, with random scales
+    that differ by powers of ten; `keep` names modules left in their dtype. Returns the value of every
+    tensor, fp32: what a loader must see."""
+    from safetensors.torch import load_file, save_file
+
+    file = directory / "model.safetensors"
+    values, stored = {}, {}
+    generator = torch.Generator().manual_seed(2)
+    for name, tensor in load_file(file).items():
+        module = name.removesuffix(".weight")
+        linear = module.endswith("_proj") and name != module
+        if not linear or module in keep:
+            values[name] = stored[name] = tensor
+            continue
+        rows, cols = tensor.shape
+        shape = {
+            "channel": (rows, 1), "channel-flat": (rows,), "tensor": (1,), "scalar": (),
+            "block": (-(-rows // block), -(-cols // block)),
+        }[kind]  # fmt: skip
+        scale = 10.0 ** (torch.rand(shape, generator=generator) * 4 - 5)
+        if kind == "channel":
+            scale = scale.bfloat16()
+        wide = scale.float()
+        if kind == "block":
+            # Element by element, on purpose unlike the loader.
+            wide = torch.stack(
+                [wide[i // block].repeat_interleave(block)[:cols] for i in range(rows)]
+            )
+        elif kind == "channel-flat":
+            wide = wide[:, None]
+        q = (torch.randn(rows, cols, generator=generator) * 100).clamp(-448, 448)
+        q = q.to(torch.float8_e4m3fn)
+        stored[name] = q
+        stored[name + ("_scale_inv" if kind == "block" else "_scale")] = scale
+        values[name] = q.float() * wide
+    save_file(stored, file)
+    edit_json(directory / "config.json", quantization_config=fp8_config(kind, block))
+    return values
+
+
+def fp8_config(kind: str, block: int = 32) -> dict:
+    """The quantization_config that belongs to a `kind` of `store_fp8`."""
+    if kind == "block":
+        return {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [block, block],
+        }  # fmt: skip
+    if kind == "scalar":
+        return {"quant_method": "modelopt", "quant_algo": "FP8"}
+    weights = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
+    weights["strategy"] = "tensor" if kind == "tensor" else "channel"
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }  # fmt: skip
