@@ -8,10 +8,11 @@ the online softmax is Milakov and Gimelshein's (arXiv:1805.02867).
 
 One program takes one (row, KV head, chunk of the context). The group's query heads (7 for 7B, 8 for
 72B) are the M dimension of the tensor core product, padded to 16, so each KV byte is read once.
-Chunks follow the slot's actual length, read on the device: chunk = ceil(length / num_splits) in whole
-blocks of block_n keys and at least min_chunk keys; programs beyond the last chunk end at once.
-The last program to arrive merges: `fan_in` neighbouring chunks have a ticket, and the last of those
-merged groups merges the groups, so no program reads more than fan_in + num_splits / fan_in partials.
+Chunks are whole blocks of block_n keys and follow the slot's actual length, read on the device: up to
+fan_in * flat_blocks blocks are cut into at most fan_in chunks, longer contexts over all num_splits
+programs; programs beyond the last chunk end at once. The last program to arrive merges: fan_in
+neighbouring chunks share a ticket, and the last of those bunches to be done merges the bunches, so that
+no program reads 132 partials. One merge costs about a microsecond, hence the rule for short contexts.
 Partials merge in chunk order whoever comes last: results do not depend on timing.
 
 Shapes per rank (KV bytes at context 8192, time at the measured copy bandwidth of 4.29 TB/s):
@@ -26,7 +27,7 @@ Shapes per rank (KV bytes at context 8192, time at the measured copy bandwidth o
     | 72B 4     | 16 / 2   | 128 | 8.4 MB         | 2.0 us  |
     | 72B 8     | 8 / 1    | 128 | 4.2 MB         | 1.0 us  |
 
-Row independence: num_splits, block_n, num_warps, fan_in and min_chunk fix where chunks begin and the
+Row independence: num_splits, block_n, num_warps, fan_in and flat_blocks fix where chunks begin and the
 order of every sum. They may depend on the model, the context limit and the SM count, never on the
 number of rows: then a slot gives the same bits alone and among seven others.
 """
@@ -53,9 +54,10 @@ MIN_DOT_ROWS = 16  # the M of mma.m16n8k16
 
 @dataclass(frozen=True)
 class DecodeAttentionConfig:
-    """num_splits programs at most per (row, KV head); tiles of block_n keys; chunks of min_chunk keys or more.
+    """At most num_splits programs a (row, KV head), tiles of block_n keys, fan_in partials a merge.
 
-    fan_in partials merge at a time. All powers of two but num_splits; min_chunk is a multiple of block_n.
+    Contexts of up to fan_in * flat_blocks * block_n keys make at most fan_in chunks, for a single merge.
+    block_n, num_warps and fan_in are powers of two.
     """
 
     num_splits: int
@@ -63,7 +65,7 @@ class DecodeAttentionConfig:
     num_warps: int
     num_stages: int
     fan_in: int = 16
-    min_chunk: int = 64
+    flat_blocks: int = 4
 
 
 def heuristic(
@@ -86,13 +88,11 @@ def heuristic(
     block_n = min(128, max(16, 16384 // (triton.next_power_of_2(head_dim) * element)))
     one_wave = max(1, sm_count // num_kv_heads)
     programs = 2 * one_wave if context >= 1024 * one_wave else one_wave
-    min_chunk = max(block_n, 64)
     return DecodeAttentionConfig(
-        num_splits=min(programs, triton.cdiv(context, min_chunk), MAX_SPLITS),
+        num_splits=min(programs, triton.cdiv(context, block_n), MAX_SPLITS),
         block_n=block_n,
         num_warps=8 if head_dim > 128 else 4,  # 4 would spill
         num_stages=3,
-        min_chunk=min_chunk,
     )
 
 
@@ -148,8 +148,7 @@ def decode_attention_kernel(
     qk_scale,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
+    FLAT_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -171,8 +170,11 @@ def decode_attention_kernel(
     slot = tl.load(row_slots_ptr + row)
     position = tl.load(positions_ptr + tl.maximum(slot, 0))
     length = tl.where(slot < 0, 0, position + 1)
-    blocks = tl.cdiv(tl.cdiv(length, BLOCK_N), NUM_SPLITS)
-    chunk = tl.maximum(blocks, MIN_BLOCKS) * BLOCK_N
+    blocks = tl.cdiv(length, BLOCK_N)
+    flat = tl.cdiv(blocks, FAN_IN)
+    spread = tl.cdiv(blocks, tl.num_programs(0))
+    chunk = tl.where(flat <= FLAT_BLOCKS, tl.maximum(flat, spread), spread)
+    chunk = tl.maximum(chunk, 1) * BLOCK_N
     active = tl.cdiv(length, chunk)
     first = split * chunk
     last = tl.minimum(first + chunk, length)
@@ -208,21 +210,23 @@ def decode_attention_kernel(
             other=0.0,
         )
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(first + BLOCK_N, last, BLOCK_N):
-            live = start + offs_n < last
-            mask = live[:, None] & in_d[None, :]
+            keys = start + offs_n
+            mask = (keys < last)[:, None] & in_d[None, :]
             k = tl.load(k_head_ptr + start * HEAD_DIM + tile, mask=mask, other=0.0)
             v = tl.load(v_head_ptr + start * HEAD_DIM + tile, mask=mask, other=0.0)
-            top, total, acc = attend(q, k, v, live[None, :], top, total, acc, qk_scale, True)
+            top, totals, acc = attend(
+                q, k, v, (keys < last)[None, :], top, totals, acc, qk_scale, True, True
+            )
         if PREFETCH:  # The current token is the last key: here only if the loop above was empty.
             mask0 = (keys0 == position)[:, None] & in_d[None, :]
             k0 = tl.load(k0_at, mask=mask0, other=k0)
             v0 = tl.load(v0_at, mask=mask0, other=v0)
-        top, total, acc = attend(
-            q, k0, v0, (keys0 < last)[None, :], top, total, acc, qk_scale, True
-        )
+        live = (keys0 < last)[None, :]
+        top, totals, acc = attend(q, k0, v0, live, top, totals, acc, qk_scale, True, True)
+        total = tl.sum(totals, 1)
 
         if active == 1:
             store_heads(out_head_ptr, acc / total[:, None], offs_m, GROUP, HEAD_DIM, BLOCK_D)
@@ -297,8 +301,7 @@ def kernel_constants(
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "NUM_SPLITS": config.num_splits,
-        "MIN_BLOCKS": config.min_chunk // config.block_n,
+        "FLAT_BLOCKS": config.flat_blocks,
         "BLOCK_M": max(MIN_DOT_ROWS, block_g),
         "BLOCK_G": block_g,
         "BLOCK_N": config.block_n,

@@ -24,11 +24,13 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def attend(q, k, v, live, top, total, acc, qk_scale, MASKED: tl.constexpr):
+def attend(q, k, v, live, top, total, acc, qk_scale, MASKED: tl.constexpr, DEFER: tl.constexpr):
     """Fold keys k, v [N, D] into the state of queries q [M, D]; qk_scale = scale * log2(e) > 0.
 
     live: keys that count, broadcastable to [M, N]; ignored unless MASKED. Every row of the state must
     have met a live key by the end of its first tile, else -inf - -inf makes NaN.
+    DEFER: total is [M, N], one sum a column, for the caller to add up after the last tile: where the
+    keys are spread over the warps this saves an exchange a tile. Else total is [M].
     """
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
     if MASKED:
@@ -37,6 +39,9 @@ def attend(q, k, v, live, top, total, acc, qk_scale, MASKED: tl.constexpr):
     new_top = tl.maximum(top, tl.max(scores, 1) * qk_scale)
     decay = tl.exp2(top - new_top)
     weights = tl.exp2(scores * qk_scale - new_top[:, None])
-    total = total * decay + tl.sum(weights, 1)
+    if DEFER:
+        total = total * decay[:, None] + weights
+    else:
+        total = total * decay + tl.sum(weights, 1)
     acc = dot(weights.to(v.dtype), v, acc * decay[:, None])
     return new_top, total, acc

@@ -124,14 +124,14 @@ def prefill_attention_kernel(
         else:
             k = tl.load(k_at, mask=in_d, other=0.0)
             v = tl.load(v_at, mask=in_d, other=0.0)
-        top, total, acc = attend(q, k, v, in_d, top, total, acc, qk_scale, False)
+        top, total, acc = attend(q, k, v, in_d, top, total, acc, qk_scale, False, False)
     for key in range(full, stop, BLOCK_N):
         # Beyond `stop` the cache holds other requests' leftovers: zeros, as 0 * NaN is NaN.
         mask = (key + offs_n < stop)[:, None] & in_d
         k = tl.load(k_head_ptr + key * HEAD_DIM + tile, mask=mask, other=0.0)
         v = tl.load(v_head_ptr + key * HEAD_DIM + tile, mask=mask, other=0.0)
         seen = (key + offs_n)[None, :] <= (start + token)[:, None]
-        top, total, acc = attend(q, k, v, seen, top, total, acc, qk_scale, True)
+        top, total, acc = attend(q, k, v, seen, top, total, acc, qk_scale, True, False)
 
     out = tl.where(valid, acc / tl.where(total > 0.0, total, 1.0)[:, None], 0.0)
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & in_d)

@@ -105,7 +105,7 @@ def compile_rope(heads: Heads) -> Report:
 
 
 def main() -> None:
-    """The heuristics' configs; num_splits is only a divisor in the kernel, so one context each is enough."""
+    """The heuristics' configs; num_splits is the grid, not a constant, so one context each is enough."""
     reports: dict[str, Report | str] = {}
     for name, heads in SHAPES.items():
         group, kv_heads = heads.num_heads // heads.num_kv_heads, heads.num_kv_heads

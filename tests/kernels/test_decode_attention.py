@@ -21,7 +21,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 CONTEXTS = [1, 15, 16, 17, 127, 300]
 MAX_LEN = 320
 # 300 keys make ten chunks: one round of tickets in bunches of 4 and a second over the bunches.
-SPLIT_CONFIG = dict(num_splits=10, block_n=32, num_warps=4, num_stages=3, fan_in=4, min_chunk=32)
+SPLIT_CONFIG = dict(num_splits=10, block_n=32, num_warps=4, num_stages=3, fan_in=4, flat_blocks=1)
 
 
 class Case:
@@ -126,16 +126,18 @@ def test_other_groups_and_head_dims(device: str, heads: Heads, prefetch: bool) -
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 10, 40])
-@pytest.mark.parametrize("fan_in", [2, 16])
-def test_split_counts_and_merge_levels(device: str, num_splits: int, fan_in: int) -> None:
+@pytest.mark.parametrize(("fan_in", "flat_blocks"), [(2, 1), (16, 1), (4, 8)])
+def test_splits_and_merges(device: str, num_splits: int, fan_in: int, flat_blocks: int) -> None:
+    """300 keys are 19 blocks of 16: from one program to a bunch of bunches, and 19 flat ones in fours."""
     case = Case(QWEN_7B_TP4, [300, 33], [0, 1], FP16, device)
-    case.check(case.run(_config(num_splits=num_splits, fan_in=fan_in, block_n=16)))
+    config = _config(num_splits=num_splits, fan_in=fan_in, flat_blocks=flat_blocks, block_n=16)
+    case.check(case.run(config))
 
 
 def test_merge_takes_several_rounds(device: str) -> None:
     """Group 16 at D = 256 leaves registers for one partial a round."""
     case = Case(Heads(16, 1, 256), [300], [0], FP16, device)
-    case.check(case.run(_config(num_splits=19, block_n=16, min_chunk=16, fan_in=8)))
+    case.check(case.run(_config(num_splits=19, block_n=16, fan_in=8)))
 
 
 def test_scores_of_any_size(device: str) -> None:
@@ -199,7 +201,6 @@ def test_heuristic(kv_heads: int, context: int, head_dim: int) -> None:
     config = heuristic(kv_heads, context, 1, 132, BF16, head_dim)
     assert config == heuristic(kv_heads, context, 8, 132, BF16, head_dim)
     assert 1 <= config.num_splits <= MAX_SPLITS
-    assert config.num_splits * config.min_chunk < context + config.min_chunk
-    assert config.min_chunk % config.block_n == 0
+    assert config.num_splits * config.block_n < context + config.block_n
     if context >= 32768:  # a long context fills the chip, but for the last few multiprocessors
         assert config.num_splits * kv_heads >= 132 - kv_heads
