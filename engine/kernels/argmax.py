@@ -143,7 +143,7 @@ def key_id(key):
     return (key & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
 
 
-@triton.jit(do_not_specialize=["columns", "limit", "id_offset"])
+@triton.jit(do_not_specialize=["limit", "id_offset"])
 def argmax_partial_kernel(
     logits,  # fp32 [R, V]
     temperature,  # fp32 [S]

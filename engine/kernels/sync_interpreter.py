@@ -53,7 +53,7 @@ def _spin(ready, missing_peer, status, limit_us, rank, site, slot) -> None:
     polls = 0
     while not ready():
         polls += 1
-        time.sleep(0 if polls < 64 else 2e-4)
+        time.sleep(0 if polls < 4 else 2e-4)
         if polls % 64:
             continue
         if _load(words[:1])[0] != 0:
@@ -70,7 +70,7 @@ def _spin(ready, missing_peer, status, limit_us, rank, site, slot) -> None:
 def wait_messages(base, stride, first_peer, status, limit_us, rank, site, slot, WORLD, VECTOR):
     offsets = np.arange(WORLD)[:, None] * _scalar(stride) + np.arange(VECTOR) * 4
     address = _array(base).astype(np.int64)[None, None, :] + offsets[:, :, None]
-    words = np.empty(0)
+    words = np.empty(0, dtype=np.int32)
 
     def missing() -> np.ndarray:
         if VECTOR == 4:

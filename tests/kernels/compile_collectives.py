@@ -1,0 +1,122 @@
+"""Run as `python -m tests.kernels.compile_collectives` without TRITON_INTERPRET: compiles the shipped
+forms of the collectives for sm_90 and prints {name: report} as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+
+from engine.kernels import all_reduce, argmax, flag_all_reduce, two_shot
+from tests.kernels.compile_sm90 import Report, compile_sm90
+
+SCALARS = {
+    name: "i32"
+    for name in (
+        "slot",
+        "clear",
+        "call_site",
+        "rank",
+        "limit_us",
+        "chunks",
+        "ring_size",
+        "ring_stride",
+    )
+}
+SCALARS |= {name: "i32" for name in ("rows", "parts", "columns", "limit", "id_offset")}
+ADDRESSES = {"own": "i64", "status": "i64", "peers": "*i64"}
+HALVES = {name: "*bf16" for name in ("x", "residual", "out")}
+STATE = {"values": "*fp32", "logits": "*fp32", "temperature": "*fp32"}
+STATE |= {
+    name: "*i32"
+    for name in ("ids", "tokens", "positions", "row_slots", "request", "ring", "step", "seeds")
+}
+TYPES = SCALARS | ADDRESSES | HALVES | STATE
+
+
+def check(fn, constexprs: dict, num_warps: int) -> Report:
+    types = {name: TYPES[name] for name in fn.arg_names if name not in constexprs}
+    aligned = [name for name in types if types[name].startswith("*") or name == "columns"]
+    return compile_sm90(
+        fn,
+        types,
+        constexprs,
+        aligned=aligned,
+        num_warps=num_warps,
+        num_stages=1,
+        keep_text=True,
+        launch_pdl=True,
+    )
+
+
+def forms():
+    """(name, kernel, constexprs, warps) of the forms that the engine launches."""
+    for world in (2, 8):
+        block, warps = (128, 4) if world == 2 else (256, 8)
+        for name, push, poll in (("push", 1, 0), ("poll", 0, 1), ("fused", 1, 1)):
+            on = dict(PUSH=bool(push), POLL=bool(poll), RESIDUAL=bool(poll), CLEAR_OWN=False)
+            yield (
+                f"lamport/{name}/{world}",
+                all_reduce.one_shot_kernel,
+                dict(WORLD=world, BLOCK=block, PDL=True, **on),
+                warps,
+            )
+        yield (
+            f"flag/both/{world}",
+            flag_all_reduce.flag_all_reduce_kernel,
+            dict(
+                WORLD=world,
+                BLOCK=128,
+                THREADS=128,
+                PUBLISH=True,
+                REDUCE=True,
+                RESIDUAL=True,
+                PDL=True,
+            ),
+            4,
+        )
+        yield (
+            f"argmax/poll/{world}",
+            argmax.argmax_poll_kernel,
+            dict(
+                WORLD=world,
+                WORLDS=world,
+                ROWS=max(8, 32 // world),
+                WRITE_RING=True,
+                REQUEST=False,
+                PDL=True,
+            ),
+            1,
+        )
+    for world in (4, 8):
+        for phase in ("scatter", "reduce", "gather", "all"):
+            on = {p.upper(): phase in (p, "all") for p in ("scatter", "reduce", "gather")}
+            yield (
+                f"two_shot/{phase}/{world}",
+                two_shot.two_shot_kernel,
+                dict(WORLD=world, BLOCK=256, RESIDUAL=True, CLEAR_OWN=False, PDL=True, **on),
+                8,
+            )
+    partial = dict(BLOCK=1024, REQUEST=False, PDL=True)
+    yield "argmax/push", argmax.argmax_push_kernel, dict(WORLD=8, PARTS=64, PDL=True), 1
+    yield "argmax/partial", argmax.argmax_partial_kernel, partial, 4
+    finish = dict(ROWS=8, PARTS=64, REQUEST=False, PDL=True)
+    yield "argmax/finish", argmax.argmax_finish_kernel, finish, 1
+
+
+def main() -> None:
+    found = {}
+    for name, fn, constexprs, warps in forms():
+        report = check(fn, constexprs, warps)
+        row = asdict(report)
+        row["world"] = constexprs.get("WORLD", 1)
+        row["polls"] = len(re.findall(r"ld\.relaxed\.sys\.global\.v[24]\.u32", report.ptx))
+        row["pushes"] = len(re.findall(r"st\.relaxed\.sys\.global\.v[24]\.u32", report.ptx))
+        row["waits"] = len(re.findall(r"griddepcontrol\.wait", report.ptx))
+        del row["ptx"], row["sass"]
+        found[name] = row
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What the compiler makes of the collectives for sm_90: spins in registers, 16-byte accesses, no spills."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.compile_sm90 import run_compile_checks
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, dict]:
+    return run_compile_checks("tests.kernels.compile_collectives")
+
+
+def test_no_spills_and_one_wait(reports):
+    assert len(reports) >= 18
+    for name, report in reports.items():
+        assert report["spill_store_bytes"] == report["spill_load_bytes"] == 0, name
+        assert report["local_bytes"] == report["local_accesses"] == 0, name
+        assert report["waits"] == 1, f"{name}: {report['waits']} griddepcontrol.wait"
+
+
+def test_registers(reports):
+    """Two programs of 256 threads a multiprocessor fit below 128 registers a thread."""
+    for name, report in reports.items():
+        assert report["registers"] <= 128, name
+
+
+def test_messages_move_16_bytes_at_a_time(reports):
+    for name, report in reports.items():
+        if name.startswith(("lamport", "two_shot")):
+            # 64-bit loads are the peer table, 32-bit loads the abort word: no payload among them.
+            assert set(report["global_stores"]) == {"128"}, name
+            assert report["global_loads"]["128"] >= 1, name
+            assert report["global_loads"].get("32", 0) <= 2, name
+
+
+def test_spins_stay_out_of_shared_memory(reports):
+    """A spin that compiled to a block reduction would show barriers and shared memory."""
+    for name, report in reports.items():
+        if name.startswith(("lamport", "two_shot")):
+            assert report["barriers"] == 0 and report["shared_bytes"] == 0, name
+            assert report["pushes"] >= 1, name
+        if "poll" in name or "reduce" in name or "fused" in name:
+            assert report["polls"] >= report["world"], name
+
+
+def test_logits_load_wide(reports):
+    assert reports["argmax/partial"]["global_loads"].get("128", 0) >= 1
