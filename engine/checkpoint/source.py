@@ -18,6 +18,7 @@ import torch
 
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
 from engine.checkpoint.scheme import Scheme, scale_of
+from engine.checkpoint.staging import Staging
 from engine.config import ModelConfig
 from engine.errors import CheckpointError
 from engine.weights import Part, WeightSpec
@@ -28,7 +29,6 @@ TORCH_DTYPES = {
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
 }
-STAGING_BYTES = 32 << 20  # one of two pinned buffers per loading thread
 
 
 class WeightSource(Protocol):
@@ -78,7 +78,8 @@ def _pad(tensor: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
 
 
 class CheckpointSource:
-    """A Hugging Face directory. Files are mapped once; a read touches only the slice's pages."""
+    """A Hugging Face directory. On the CPU a slice is a view of the mapped file; on a CUDA device it is
+    read through pinned buffers. Either way only the slice's bytes (a column slice's rows) are touched."""
 
     def __init__(self, checkpoint: str | Path | CheckpointIndex):
         """Raises CheckpointError for whatever `open_checkpoint` finds."""
@@ -87,7 +88,7 @@ class CheckpointSource:
         self.index = checkpoint
         self._maps: dict[Path, mmap.mmap] = {}
         self._lock = threading.Lock()
-        self._staging = threading.local()
+        self._staging = Staging()
 
     def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
         """See WeightSource; a weight stored in FP8 is given as fp32 values.
@@ -148,10 +149,13 @@ class CheckpointSource:
             raise CheckpointError(
                 f"{self.index.directory}: {part.name}: {found}, wanted {list(part.shape)}"
             )
-        whole = self._view(info)
         start, stop = local_range(part, rank)
-        piece = whole if part.axis is None else whole.narrow(part.axis, start, stop - start)
-        return self._to_device(piece, device)
+        if device.type == "cuda":
+            dtype = TORCH_DTYPES[info.dtype]
+            with torch.cuda.device(device):
+                return self._staging.read(info, dtype, part.axis, start, stop, device)
+        whole = self._view(info)
+        return whole if part.axis is None else whole.narrow(part.axis, start, stop - start)
 
     def _read_scale(
         self, part: Part, rank: int, device: torch.device
@@ -207,40 +211,6 @@ class CheckpointSource:
         count = math.prod(info.shape)
         flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.offset)
         return flat.view(info.shape)
-
-    def _to_device(self, piece: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """CPU: the view itself. CUDA: through two pinned buffers of this thread, so that the copy out
-        of the page cache of one chunk overlaps the transfer of the chunk before it."""
-        if device.type != "cuda":
-            return piece.to(device)
-        out = torch.empty(piece.shape, dtype=piece.dtype, device=device)
-        if not piece.numel():
-            return out
-        row_bytes = piece[0].numel() * piece.element_size()
-        rows = max(1, STAGING_BYTES // row_bytes)
-        buffers = self._pinned(max(row_bytes, STAGING_BYTES))
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream()
-            events = [torch.cuda.Event(), torch.cuda.Event()]
-            for turn, first in enumerate(range(0, piece.shape[0], rows)):
-                chunk, slot = piece[first : first + rows], turn % 2
-                # The transfer out of this buffer has ended (at once for an event not yet recorded).
-                events[slot].synchronize()
-                staged = buffers[slot][: chunk.numel() * chunk.element_size()]
-                staged = staged.view(piece.dtype).view(chunk.shape)
-                staged.copy_(chunk)
-                out[first : first + rows].copy_(staged, non_blocking=True)
-                events[slot].record(stream)
-            for event in events:
-                event.synchronize()
-        return out
-
-    def _pinned(self, nbytes: int) -> list[torch.Tensor]:
-        buffers = getattr(self._staging, "buffers", None)
-        if buffers is None or buffers[0].numel() < nbytes:
-            buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            self._staging.buffers = buffers
-        return buffers
 
 
 class DummySource:

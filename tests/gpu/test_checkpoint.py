@@ -1,0 +1,69 @@
+"""Loading onto a card gives the same bits as loading on the CPU: files, dummy weights, FP8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.checkpoint.load import load_ranks, quantize_rows
+from engine.checkpoint.source import CheckpointSource, DummySource
+from engine.checkpoint.staging import Staging
+from engine.config import from_dir
+from tests.unit.checkpoint_fixtures import save_model, specs_of, store_fp8
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    made = {"bf16": save_model(folder / "bf16", "qwen2", shard_size="200KB")}
+    for kind in ("channel", "tensor", "block"):
+        made[kind] = save_model(folder / kind, "qwen2")
+        store_fp8(made[kind], kind)
+    return made
+
+
+def same(cpu, card) -> None:
+    assert cpu.keys() == card.keys()
+    for name, want in cpu.items():
+        got = card[name]
+        assert got.weight.device.type == "cuda" and got.weight.dtype == want.weight.dtype
+        assert torch.equal(got.weight.cpu().view(torch.uint8), want.weight.view(torch.uint8)), name
+        assert (got.scale is None) == (want.scale is None)
+        if want.scale is not None:
+            assert torch.equal(got.scale.cpu(), want.scale), name
+
+
+@pytest.mark.parametrize("chunk", [1 << 10, 32 << 20])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "channel", "tensor", "block"])
+def test_checkpoint(directories, kind, quantization, chunk):
+    directory, tp = directories[kind], 4
+    source = CheckpointSource(directory)
+    source._staging = Staging(chunk)
+    specs = source.index.adapt(specs_of(directory, tp))
+    devices = {rank: f"cuda:{rank % torch.cuda.device_count()}" for rank in range(tp)}
+    card = load_ranks(specs, source, devices, torch.bfloat16, quantization)
+    cpu = load_ranks(specs, source, dict.fromkeys(range(tp), "cpu"), torch.bfloat16, quantization)
+    for rank in range(tp):
+        same(cpu[rank], card[rank])
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_dummy(directories, quantization):
+    directory, tp = directories["bf16"], 2
+    source, specs = DummySource(from_dir(directory), 7), specs_of(directory, tp)
+    card = load_ranks(specs, source, {0: "cuda", 1: "cuda"}, torch.bfloat16, quantization)
+    cpu = load_ranks(specs, source, {0: "cpu", 1: "cpu"}, torch.bfloat16, quantization)
+    for rank in range(tp):
+        same(cpu[rank], card[rank])
+
+
+def test_quantisation_is_the_same_on_both():
+    weight = torch.randn(300, 515) * torch.exp2(torch.linspace(-30, 30, 300))[:, None]
+    for dtype in (torch.float32, torch.bfloat16):
+        value = weight.to(dtype)
+        cpu, card = quantize_rows(value), quantize_rows(value.cuda())
+        assert torch.equal(card[1].cpu(), cpu[1])
+        assert torch.equal(card[0].cpu().view(torch.uint8), cpu[0].view(torch.uint8))
