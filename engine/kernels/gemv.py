@@ -26,12 +26,14 @@ gives the same bits alone and among others as long as the config is the same. A 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
 from engine.errors import EngineError
 from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
+from engine.kernels.gemv_ring import gemv_ring_kernel, ring_shape
 from engine.kernels.gemv_simple import gemv_kernel
 from engine.kernels.rope_append import rotate_pairs
 from engine.kernels.silu import silu_mul_ref
@@ -48,7 +50,8 @@ class GemvConfig:
     """How one weight matrix is walked.
 
     kernel: "simple" or "ring". block_n x block_k: weights per tile.
-    Ring only: stages of the ring, programs in the grid, warps_k warps that share an output row's K.
+    Ring only: stages of the ring; warps_k warps that share an output row's K; at most `programs` programs in
+    the grid, programs_per_sm of them on a multiprocessor (they share its 227 KB of shared memory).
     """
 
     kernel: str = "simple"
@@ -58,6 +61,7 @@ class GemvConfig:
     stages: int = 0
     programs: int = 0
     warps_k: int = 0
+    programs_per_sm: int = 0
 
 
 def weight_name(dtype: torch.dtype | str) -> str:
@@ -106,7 +110,7 @@ def _check(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> tuple[int, i
     return rows, n, k
 
 
-def epilogue_arguments(x: torch.Tensor, n: int, epilogue: Epilogue) -> dict:
+def _epilogue_arguments(x: torch.Tensor, n: int, epilogue: Epilogue) -> dict:
     """The kernel arguments that an epilogue decides, by name (both kernels take the same)."""
     arguments: dict = dict.fromkeys(
         (
@@ -153,6 +157,48 @@ def epilogue_arguments(x: torch.Tensor, n: int, epilogue: Epilogue) -> dict:
     return arguments
 
 
+def plan_gemv(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    epilogue: Epilogue,
+    *,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    config: GemvConfig | None = None,
+    pdl: bool = False,
+) -> tuple[Any, tuple[int], dict[str, Any]]:
+    """(kernel, grid, arguments) of the launch that `gemv` makes. Needs shapes and dtypes only."""
+    rows, n, k = _check(x, w, epilogue)
+    config = config or heuristic(n, k, w.dtype)
+    if config.kernel not in ("simple", "ring"):
+        raise EngineError(f"unknown GEMV kernel {config.kernel!r}; known: simple, ring")
+    if config.kernel == "ring" and triton.knobs.runtime.interpret:
+        config = simple_config(
+            n, k, w.dtype
+        )  # Gluon has no interpreter: the plain kernel is the twin
+    arguments = _epilogue_arguments(x, n, epilogue)
+    arguments.update(
+        x_ptr=x, w_ptr=w, scale_ptr=scale, bias_ptr=bias, norm_ptr=norm_weight, eps=eps, N=n, K=k, R=rows,
+        PDL=pdl, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    if config.kernel == "simple":
+        block_n = rows_block_n(config, rows)
+        return gemv_kernel, (triton.cdiv(n, block_n),), {**arguments, "BLOCK_N": block_n}
+    shape = ring_shape(
+        n, k, rows, x.dtype, w.dtype, block_n=config.block_n, block_k=config.block_k, stages=config.stages,
+        num_warps=config.num_warps, warps_k=config.warps_k, programs=config.programs,
+        programs_per_sm=config.programs_per_sm,
+    )  # fmt: skip
+    arguments.update(
+        k_tiles=triton.cdiv(k, config.block_k), STAGES=config.stages, WARPS_K=config.warps_k,
+        ROWS_PER_PROGRAM=shape.rows_per_program, STAGE_X=shape.stage_x,
+    )  # fmt: skip
+    return gemv_ring_kernel, (shape.programs,), arguments
+
+
 def gemv(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -170,38 +216,20 @@ def gemv(
     x [R, K] 16-bit, R 1..8; w [N, K] bf16, fp16 or float8_e4m3fn; scale [N] fp32; bias [N] and norm_weight [K]
     16-bit or fp32. norm_weight None: no RMSNorm, eps unused. Everything contiguous. Outputs live in `epilogue`.
     pdl: launched with the programmatic-stream-serialisation attribute. In the interpreter every config runs
-    the plain kernel. Raises EngineError for shapes that do not fit together.
+    the plain kernel. Raises EngineError for shapes that do not fit together or a config that does not fit them.
     """
-    rows, n, k = _check(x, w, epilogue)
-    if config is None:
-        config = heuristic(n, k, w.dtype)
-    arguments = epilogue_arguments(x, n, epilogue)
-    arguments.update(
-        x_ptr=x,
-        w_ptr=w,
-        scale_ptr=scale,
-        bias_ptr=bias,
-        norm_ptr=norm_weight,
+    kernel, grid, arguments = plan_gemv(
+        x,
+        w,
+        epilogue,
+        scale=scale,
+        bias=bias,
+        norm_weight=norm_weight,
         eps=eps,
-        N=n,
-        K=k,
-        R=rows,
-        PDL=pdl,
+        config=config,
+        pdl=pdl,
     )
-    if config.kernel == "ring" and triton.knobs.runtime.interpret:
-        config = simple_config(n, k, w.dtype)
-    if config.kernel == "ring":
-        raise NotImplementedError
-    if config.kernel != "simple":
-        raise EngineError(f"unknown GEMV kernel {config.kernel!r}; known: simple, ring")
-    block_n = rows_block_n(config, rows)
-    gemv_kernel[(triton.cdiv(n, block_n),)](
-        **arguments,
-        BLOCK_N=block_n,
-        BLOCK_K=config.block_k,
-        num_warps=config.num_warps,
-        launch_pdl=pdl,
-    )
+    kernel[grid](**arguments)
 
 
 def linear_ref(

@@ -58,6 +58,7 @@ def store_rope(
     cos_sin_ptr,
     positions_ptr,
     row_slots_ptr,
+    R: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -66,7 +67,7 @@ def store_rope(
     """RopeAppend. (a, b) = y[2p], y[2p+1] of row `row`; heads are q, then k, then v."""
     head = 2 * p // HEAD_DIM
     dim = 2 * p % HEAD_DIM
-    slot = tl.load(row_slots_ptr + row)
+    slot = tl.load(row_slots_ptr + row, mask=row < R, other=-1)
     held = slot >= 0
     slot = tl.maximum(slot, 0)
     position = tl.load(positions_ptr + slot)

@@ -154,6 +154,7 @@ def gemv_kernel(
                     cos_sin_ptr,
                     positions_ptr,
                     row_slots_ptr,
+                    R,
                     NUM_HEADS,
                     NUM_KV_HEADS,
                     HEAD_DIM,

@@ -67,6 +67,38 @@ def _tool(name: str) -> str:
     return getattr(knobs.nvidia, name).path
 
 
+def describe_launch(
+    fn: Any, arguments: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], list[str], dict[str, Any]]:
+    """(signature, constexprs, aligned, options) of `fn[grid](**arguments)`. Tensors may be on any device,
+    "meta" included, and count as 16-byte aligned; None becomes a constant; ints that fit are i32."""
+    types = {
+        "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "float8_e4m3fn": "*fp8e4nv",
+        "int32": "*i32", "int64": "*i64", "int16": "*i16", "uint8": "*u8",
+    }  # fmt: skip
+    signature, constexprs, aligned, options = {}, {}, [], {}
+    constants = {p.name for p in fn.params if p.is_constexpr}
+    for name, value in arguments.items():
+        if name not in fn.arg_names:
+            options[name] = value
+        elif name in constants or value is None:
+            constexprs[name] = value
+        elif hasattr(value, "dtype"):
+            signature[name] = types[str(value.dtype).removeprefix("torch.")]
+            aligned.append(name)
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+    return signature, constexprs, aligned, options
+
+
+def compile_launch(fn: Any, arguments: Mapping[str, Any], *, keep_text: bool = False) -> Report:
+    """Compile what `fn[grid](**arguments)` would run on an H200."""
+    signature, constexprs, aligned, options = describe_launch(fn, arguments)
+    return compile_sm90(fn, signature, constexprs, aligned=aligned, keep_text=keep_text, **options)
+
+
 def compile_sm90(
     fn: Any,
     signature: Mapping[str, str],

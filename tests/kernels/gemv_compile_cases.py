@@ -2,93 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
-from engine.kernels.gemv import GemvConfig, heuristic, rows_block_n, simple_config
-from engine.kernels.gemv_simple import gemv_kernel
-from tests.kernels.compile_sm90 import SIGNATURE, Report, compile_sm90, to_json
+from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
+from engine.kernels.gemv import GemvConfig, heuristic, plan_gemv, simple_config
+from tests.kernels.compile_sm90 import Report, compile_launch, to_json
 
-POINTERS = {
-    "out_ptr": "bf16",
-    "residual_ptr": "bf16",
-    "k_cache_ptr": "bf16",
-    "v_cache_ptr": "bf16",
-    "cos_sin_ptr": "fp32",
-    "positions_ptr": "int32",
-    "row_slots_ptr": "int32",
-    "table_ptr": "int64",
-}
-USED = {
-    "store": ["out_ptr"],
-    "residual": ["out_ptr", "residual_ptr"],
-    "silu": ["out_ptr"],
-    "rope": [
-        "out_ptr",
-        "k_cache_ptr",
-        "v_cache_ptr",
-        "cos_sin_ptr",
-        "positions_ptr",
-        "row_slots_ptr",
-    ],
-    "push": ["table_ptr"],
-}
+DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def meta_epilogue(kind: str, rows: int, n: int) -> Epilogue:
+    """An epilogue of the given kind on tensors that hold no memory; 128-wide heads, as all of Qwen2.5."""
+    if kind == "rope":
+        heads = n // 128 - 2
+        cache = meta(2, 1, 4096, 128)
+        integers = meta(8, dtype=torch.int32)
+        angles = meta(4096, 128, dtype=torch.float32)
+        q = meta(rows, heads * 128)
+        return RopeAppend(q, cache, cache, angles, integers, integers, heads, 1, 128)
+    if kind == "push":
+        return Push(meta(2, dtype=torch.int64), 0, 0, 2)
+    if kind == "silu":
+        return SiluMul(meta(rows, n // 2))
+    if kind == "residual":
+        return Residual(meta(rows, n), meta(rows, n))
+    return Store(meta(rows, n, dtype=torch.float32))
 
 
 def compile_gemv(
-    config: GemvConfig,
-    n: int,
-    k: int,
-    weight: str,
-    rows: int,
-    epilogue: str,
-    *,
-    norm: bool,
-    bias: bool = False,
-    pdl: bool = True,
+    config: GemvConfig, n: int, k: int, weight: str, rows: int, epilogue: str, *, norm: bool, bias: bool,
     keep_text: bool = False,
-) -> Report:
-    """Compile one variant as `gemv` would launch it."""
-    types = {"x_ptr": "bf16", "w_ptr": weight}
-    if weight == "fp16":
-        types["x_ptr"] = "fp16"
-    if weight == "fp8":
-        types["scale_ptr"] = "fp32"
-    if bias:
-        types["bias_ptr"] = "bf16"
-    if norm:
-        types["norm_ptr"] = types["x_ptr"]
-    types.update({name: POINTERS[name] for name in USED[epilogue]})
-    signature = {name: SIGNATURE[kind] for name, kind in types.items()}
-    signature["push_offset"] = "i64"
-    signature["eps"] = "fp32"
-    heads, kv_heads, dim = 2, 1, n // 4
-    constexprs: dict[str, Any] = dict(
-        N=n,
-        K=k,
-        R=rows,
-        BLOCK_N=rows_block_n(config, rows),
-        BLOCK_K=config.block_k,
-        EPILOGUE="store" if epilogue == "residual" else epilogue,
-        NUM_HEADS=heads,
-        NUM_KV_HEADS=kv_heads,
-        HEAD_DIM=dim,
-        MAX_LEN=4096,
-        WORLD=2,
-        PDL=pdl,
-    )
-    kernel = gemv_kernel
-    for name in kernel.arg_names:
-        if name not in signature and name not in constexprs:
-            constexprs[name] = None  # an operand this variant does not have
-    return compile_sm90(
-        kernel,
-        signature,
-        constexprs,
-        aligned=list(types),
-        num_warps=config.num_warps,
-        keep_text=keep_text,
-        launch_pdl=pdl,
-    )
+) -> Report:  # fmt: skip
+    """Compile one variant as `gemv` would launch it, with PDL."""
+    kernel, _, arguments = plan_gemv(
+        meta(rows, k), meta(n, k, dtype=DTYPES[weight]), meta_epilogue(epilogue, rows, n),
+        scale=meta(n, dtype=torch.float32) if weight == "fp8" else None, bias=meta(n) if bias else None,
+        norm_weight=meta(k) if norm else None, config=config, pdl=True,
+    )  # fmt: skip
+    return compile_launch(kernel, arguments, keep_text=keep_text)
 
 
 SHAPES = [

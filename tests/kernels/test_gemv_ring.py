@@ -1,0 +1,68 @@
+"""The ring GEMV without a GPU: compiled for sm_90, its PTX run by `ptx_emulator.py`, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.errors import EngineError
+from engine.kernels.gemv_ring import SHARED_BYTES, ring_shape
+from tests.kernels.compile_sm90 import run_compile_checks
+
+CASES = 18
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_compile_checks("tests.kernels.gemv_emulated_cases")
+
+
+def test_every_epilogue_agrees_with_the_reference(results):
+    errors = {name: v for name, v in results.items() if not isinstance(v, bool)}
+    assert len(errors) == CASES
+    assert not {name: v for name, v in errors.items() if not v <= 1.0}
+
+
+def test_rows_do_not_change_bits(results):
+    bits = {name: v for name, v in results.items() if isinstance(v, bool)}
+    assert len(bits) == 4
+    assert all(bits.values()), bits
+
+
+def shape(n, k, rows=1, x=torch.bfloat16, w=FP8, **config):
+    values = dict(
+        block_n=64, block_k=512, stages=4, num_warps=8, warps_k=4, programs=132, programs_per_sm=1
+    )
+    return ring_shape(n, k, rows, x, w, **{**values, **config})
+
+
+@pytest.mark.parametrize("n", [2, 34, 1280, 7392, 8192, 29568, 37888, 152064])
+def test_partition_covers_every_row_once(n):
+    s = shape(n, 8192)
+    assert s.programs <= 132
+    assert s.rows_per_program % 2 == 0
+    assert (s.programs - 1) * s.rows_per_program < n <= s.programs * s.rows_per_program
+
+
+def test_x_is_staged_when_it_fits():
+    assert shape(8192, 8192, rows=1).stage_x
+    assert not shape(8192, 14784, rows=8).stage_x
+    for rows in range(1, 9):
+        assert shape(8192, 14784, rows=rows).shared_bytes <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(k=8200), "not a multiple of 16 bytes"),
+        (dict(w=torch.bfloat16, x=torch.float16), "must be equal"),
+        (dict(block_n=24), "multiple of 16"),
+        (dict(warps_k=3), "multiple of 16"),
+        (dict(block_k=256), "multiples of 128 bytes"),
+        (dict(stages=12), "shared memory"),
+    ],
+)
+def test_configs_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(EngineError, match=message):
+        shape(**{"n": 8192, "k": 8192, **change})
