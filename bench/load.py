@@ -1,0 +1,178 @@
+"""How fast a checkpoint goes from files to the GPUs, against a plain read of the same files.
+
+    python -m bench.load --model qwen2.5-72b --tp 2 --dir /tmp/ckpt [--layers 40] [--format fp8|bf16]
+
+Writes a checkpoint of that shape (arbitrary valid values) if the folder has none, reads its files plainly
+with as many threads as the loader uses, then loads it on all ranks, then plainly again. Files that were
+just written lie in the page cache: the figure is of the loader, not of a disk; --drop-caches (root) asks
+the kernel to forget them before each pass. Rows: load_gb_s (share = of the faster plain read), load_s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from bench.rows import Rows
+from engine.checkpoint.index import INDEX, open_checkpoint
+from engine.checkpoint.load import LoadProgress, load_ranks
+from engine.checkpoint.memory import weight_bytes
+from engine.checkpoint.source import CheckpointSource
+from engine.config import ModelConfig, preset, with_layers
+from engine.graph.build import build
+from engine.graph.passes import run_passes
+from engine.quantize import LINEAR, QUANTIZATION_CONFIG
+from engine.weights import WeightSpec
+
+BLOCK = 8 << 20  # bytes of one read of the plain reader
+
+
+def specs_of(config: ModelConfig, tp: int) -> dict[str, WeightSpec]:
+    """The weights that the compiled decode graph asks for."""
+    return run_passes(build(config, phase="decode", rows=1, tp=tp)).weights
+
+
+def write_checkpoint(config: ModelConfig, directory: Path, form: str, shard_bytes: int) -> None:
+    """Valid and finite values, the same pool for every tensor: only sizes matter here."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    shapes = {p.name: p.shape for s in specs_of(config, 1).values() for p in s.parts}
+    pool = torch.randint(0, 0x7E, (1 << 20,), dtype=torch.uint8)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    sizes, weight_map = [0], {}
+
+    def flush(last: bool) -> None:
+        file = f"model-{len(sizes):05}.safetensors"
+        save_file(shards[0], directory / file)
+        weight_map.update(dict.fromkeys(shards[0], file))
+        shards[0] = {}
+        if not last:
+            sizes.append(0)
+
+    for name, shape in shapes.items():
+        count = int(torch.Size(shape).numel())
+        if form == "fp8" and LINEAR.match(name):
+            tensor = (
+                pool.repeat(-(-count // len(pool)))[:count].view(torch.float8_e4m3fn).view(shape)
+            )
+            shards[0][name + "_scale"] = torch.full((shape[0], 1), 1e-4, dtype=torch.bfloat16)
+        else:
+            tensor = torch.full(shape, 0.01, dtype=torch.bfloat16)
+        shards[0][name] = tensor
+        sizes[-1] += tensor.nbytes
+        if sizes[-1] >= shard_bytes:
+            flush(last=False)
+    flush(last=True)
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    head = {"quantization_config": QUANTIZATION_CONFIG} if form == "fp8" else {}
+    (directory / "config.json").write_text(json.dumps(head))
+
+
+def plain_read(files: list[Path], threads: int) -> float:
+    """Seconds to read every byte of the files with `threads` threads into reused buffers."""
+    jobs = [(f, at) for f in files for at in range(0, f.stat().st_size, BLOCK * 8)]
+
+    def read(job: tuple[Path, int]) -> int:
+        file, at = job
+        buffer = bytearray(BLOCK)
+        done = 0
+        descriptor = os.open(file, os.O_RDONLY)
+        for offset in range(at, at + BLOCK * 8, BLOCK):
+            done += os.preadv(descriptor, [buffer], offset)
+        os.close(descriptor)
+        return done
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        total = sum(pool.map(read, jobs))
+    assert total == sum(f.stat().st_size for f in files)
+    return time.perf_counter() - begin
+
+
+def forget(files: list[Path]) -> None:
+    """Drop the files from the page cache."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", default="qwen2.5-72b", help="a preset")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--dir", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the model has")
+    parser.add_argument("--format", choices=("fp8", "bf16"), default="fp8")
+    parser.add_argument("--shard-gb", type=float, default=2.4)
+    parser.add_argument("--threads", type=int, default=0, help="default: what the loader takes")
+    parser.add_argument("--drop-caches", action="store_true", help="measure the disk")
+    options = parser.parse_args()
+    config = preset(options.model)
+    if options.layers:
+        config = with_layers(config, options.layers)
+    if not (options.dir / INDEX).is_file():
+        begin = time.perf_counter()
+        write_checkpoint(config, options.dir, options.format, int(options.shard_gb * 1e9))
+        print(f"written in {time.perf_counter() - begin:.1f} s")
+    index = open_checkpoint(options.dir)
+    cuda = torch.cuda.is_available()
+    threads = options.threads or (min(16, 4 * options.tp) if cuda else 2)
+    devices = {
+        r: f"cuda:{r % torch.cuda.device_count()}" if cuda else "cpu" for r in range(options.tp)
+    }
+    specs = index.adapt(specs_of(config, options.tp))
+    if cuda:
+        for device in set(devices.values()):  # contexts are not part of loading
+            torch.zeros(1, device=device)
+
+    def prepare() -> None:
+        if options.drop_caches:
+            forget(index.files)
+
+    prepare()
+    plain = [plain_read(index.files, threads)]
+    prepare()
+    total = sum(
+        weight_bytes(specs.values(), r, torch.bfloat16, index.quantization) for r in devices
+    )
+    begin = time.perf_counter()
+    with LoadProgress(total) as progress:
+        loaded = load_ranks(
+            specs, CheckpointSource(index), devices, torch.bfloat16, index.quantization,
+            progress=progress, threads=threads,
+        )  # fmt: skip
+    for device in {d for d in devices.values() if cuda}:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begin
+    del loaded
+    prepare()
+    plain.append(plain_read(index.files, threads))
+    rate, best = index.nbytes / seconds / 1e9, index.nbytes / min(plain) / 1e9
+    print(
+        f"{len(index.files)} files, {index.nbytes / 1e9:.1f} GB: loaded in {seconds:.2f} s, {rate:.2f} GB/s; "
+        f"plain read {best:.2f} GB/s with {threads} threads; share {rate / best:.2f}"
+    )
+    rows = Rows("load")
+    facts = {
+        "model": config.name, "quantization": index.quantization or "none", "tp": options.tp,
+        "algorithm": f"{threads} threads, {'disk' if options.drop_caches else 'page cache'}, "
+        f"{config.num_layers} layers, {len(index.files)} files",
+    }  # fmt: skip
+    baseline = {"name": f"plain read, {threads} threads", "value": round(best, 3)}
+    rows.add("load_gb_s", rate, "GB/s", share=rate / best, baseline=baseline, **facts)
+    rows.add("load_s", seconds, "s", **facts)
+
+
+if __name__ == "__main__":
+    main()
