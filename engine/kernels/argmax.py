@@ -64,9 +64,9 @@ def gumbel(seed, position, ids):
     key = _mix(seed.to(tl.uint32) + 0x9E3779B9)
     key = _mix(key ^ (position.to(tl.uint32) * 0x85EBCA77 + 0x165667B1))
     h = _mix(_mix(ids.to(tl.uint32) * 0x9E3779B1 + key) ^ key)
-    # u in (0, 1]. Small u decides the maximum: steps of 2^-32 there, and a series instead of
-    # -log(1 - u), which would lose u's low bits in fp32.
-    u = (h.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    # u in (0, 1). Small u decides the maximum: steps of 2^-32 there, and a series instead of
+    # -log(1 - u), which would lose u's low bits in fp32. The largest u would round to 1.
+    u = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = u + 0.5 * u * u
     exponential = tl.where(u < 0.0009765625, series, -tl.log(1.0 - u))
     return -tl.log(exponential)
@@ -86,6 +86,7 @@ def gumbel_ref(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
         key = mix(key ^ (where * np.uint32(0x85EBCA77) + np.uint32(0x165667B1)))
         h = mix(mix(ids.astype(np.uint32) * np.uint32(0x9E3779B1) + key) ^ key)
         u = (h.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+        u = np.minimum(u, np.float32(0.99999994))
         series = u + np.float32(0.5) * u * u
         exponential = np.where(u < np.float32(2.0**-10), series, -np.log(np.float32(1.0) - u))
         return -np.log(exponential)

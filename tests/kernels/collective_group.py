@@ -95,13 +95,13 @@ def checksum(out: torch.Tensor) -> int:
     return zlib.crc32(out.contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def fast_sum_messages(words, residual, WORLD, RESIDUAL, DTYPE):  # noqa: N803
+def fast_sum_messages(words, residual, WORLD, RESIDUAL, DTYPE):
     """`packed.sum_messages` in numpy, bit for bit: for long protocol runs in the interpreter."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    dtype = torch.bfloat16 if DTYPE == tl.bfloat16 else torch.float16
+    dtype = torch.bfloat16 if tl.bfloat16 == DTYPE else torch.float16
 
     def message(first: int, tensors) -> torch.Tensor:
         stacked = np.stack([tensors[first + i].handle.data for i in range(4)])
