@@ -57,6 +57,10 @@ class Program:
                         self.launches[rank][index].run()
             self._graphs.append((stream, graph))
 
+    def free(self) -> None:
+        """Drop the captured graphs."""
+        self._graphs.clear()
+
     def replay(self) -> None:
         """One step: one graph launch per device (or eager launches if not captured). Does not wait."""
         if not self._graphs:
@@ -72,16 +76,16 @@ def warm(
 ) -> int:
     """Compile and load every kernel that the programs use, on every device; returns how many keys.
 
-    Kernels with no exchange are compiled first, in parallel threads. Those that send or wait then run
-    in order with a synchronisation after each, because loading a module waits for the device and must
-    not find a spinning kernel there. State and exchange buffers are left dirty: reset them afterwards.
+    All but the waits are compiled first, in parallel threads. Those that send or wait then run in order
+    with a synchronisation after each, because loading a module waits for the device and must not find a
+    spinning kernel there. State and exchange buffers are left dirty: reset them afterwards.
     """
     devices = sorted({stream.device.index for stream in streams})
     first: dict[str, tuple[Launch, torch.cuda.Stream]] = {}
     programs = list(programs)
     for program in programs:
         for launch in program.launches[0]:
-            if not is_send(launch) and launch.op.kind not in _WAITS:
+            if launch.op.kind not in _WAITS:
                 first.setdefault(launch.key, (launch, program.streams[0]))
 
     def run(item: tuple[Launch, torch.cuda.Stream]) -> None:

@@ -29,8 +29,11 @@ from engine.runtime.state import RankState
 class Weight(Protocol):
     """A loaded weight: [N, K] and, for FP8, its fp32 scale per output row."""
 
-    weight: torch.Tensor
-    scale: torch.Tensor | None
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def scale(self) -> torch.Tensor | None: ...
 
 
 @dataclass

@@ -43,6 +43,7 @@ class Launch:
     bytes: int
     key: str  # launches with equal keys run the same compiled kernel: one of them warms all
     run: Callable[[], None] = field(repr=False)
+    choice: tuple[str, dict[str, Any]] | None = None  # (op, facts) that the config was chosen by
 
     def __str__(self) -> str:
         layer = "-" if self.op.layer is None else self.op.layer
@@ -92,12 +93,13 @@ class _Lowering:
         op: Op,
         function: Callable[..., None],
         *args: Any,
-        config: Any = None,
+        choice: tuple[str, dict[str, Any]] | None = None,
         detail: str = "",
         **kwargs: Any,
     ) -> Launch:
-        if config is not None:
-            kwargs["config"] = config
+        config = None
+        if choice is not None:
+            kwargs["config"] = config = choose(*choice)
 
         def run() -> None:
             function(*args, **kwargs, pdl=self.pdl)
@@ -106,7 +108,7 @@ class _Lowering:
         shapes = [value.shape for value in (*op.inputs, *op.outputs)]
         dtypes = [self.rank.weights[v.name].weight.dtype for v in op.inputs if v.kind == "weight"]
         key = f"{name} {shapes} {dtypes} {config} {self.pdl}"
-        return Launch(op, name, config, self._bytes(op), key, run)
+        return Launch(op, name, config, self._bytes(op), key, run, choice)
 
     def _bytes(self, op: Op) -> int:
         """Weights and activations once; KV is counted by the runtime, which knows the context."""
@@ -147,21 +149,27 @@ class _Lowering:
             "weight_dtype": loaded.weight.dtype, "epilogue": type(epilogue).__name__.lower(),
         }  # fmt: skip
         if rows > GEMV_MAX_ROWS:
-            config = choose("gemm", facts)
             return self._launch(
-                op, gemm, x, loaded.weight, epilogue, **shared, config=config, detail=detail
+                op,
+                gemm,
+                x,
+                loaded.weight,
+                epilogue,
+                **shared,
+                choice=("gemm", facts),
+                detail=detail,
             )
-        config = choose("gemv", facts)
         norm = self._in(op, "norm") if op.find("norm") is not None else None
         return self._launch(
             op, gemv, x, loaded.weight, epilogue, **shared, norm_weight=norm,
-            eps=op.attrs.get("norm_eps", 0.0), config=config, detail=detail,
+            eps=op.attrs.get("norm_eps", 0.0), choice=("gemv", facts), detail=detail,
         )  # fmt: skip
 
     def _epilogue(self, op: Op) -> Epilogue:
         kind = op.attrs.get("epilogue", "store")
         rank = self.rank
         if kind == "push":
+            assert rank.peer_table is not None
             return Push(rank.peer_table, self._slot(op), rank.index, rank.world)
         out = self.tensors[op.out]
         if kind == "silu_mul":
@@ -199,14 +207,13 @@ class _Lowering:
             "kv_dtype": k.dtype, "group": heads["num_heads"] // heads["num_kv_heads"],
         }  # fmt: skip
         if self.graph.phase == "prefill":
-            config = choose("prefill_attention", facts)
             return self._launch(
-                op, prefill_attention, q, k, v, rank.request, out, **heads, config=config
-            )
-        config = choose("decode_attention", facts)
+                op, prefill_attention, q, k, v, rank.request, out, **heads,
+                choice=("prefill_attention", facts),
+            )  # fmt: skip
         return self._launch(
             op, decode_attention, q, k, v, state.positions, self._row_slots(), out,
-            rank.attention_workspace, **heads, config=config,
+            rank.attention_workspace, **heads, choice=("decode_attention", facts),
         )  # fmt: skip
 
     def _gather_row(self, op: Op) -> Launch:
@@ -229,7 +236,7 @@ class _Lowering:
         rank = self.rank
         return self._launch(
             op, all_reduce.push, self._in(op, "x"), rank.peer_table, self._slot(op),
-            rank=rank.index, world=rank.world, config=choose("all_reduce", self._facts(op)),
+            rank=rank.index, world=rank.world, choice=("all_reduce", self._facts(op)),
         )  # fmt: skip
 
     def _poll_residual(self, op: Op) -> Launch:
@@ -238,7 +245,7 @@ class _Lowering:
             op, all_reduce.poll_residual, rank.exchange, slot, slot,
             self._in(op, "residual"), self.tensors[op.out], rank.status,
             rank=rank.index, world=rank.world, call_site=op.attrs["site"],
-            config=choose("all_reduce", self._facts(op)),
+            choice=("all_reduce", self._facts(op)),
         )  # fmt: skip
 
     # Sampling

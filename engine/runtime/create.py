@@ -16,6 +16,7 @@ from engine.checkpoint.source import CheckpointSource, DummySource, WeightSource
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import EngineError
 from engine.graph.build import build
+from engine.graph.ir import Phase
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
 from engine.runtime.buckets import decode_rows, prefill_buckets
@@ -129,8 +130,13 @@ def create_cpu_executor(engine: EngineConfig, model: ModelConfig) -> CpuExecutor
     return executor
 
 
-def create_gpu_executor(engine: EngineConfig, model: ModelConfig) -> GpuExecutor:
-    """One rank a device; ranks may outnumber devices (virtual ranks: correct, not fast)."""
+def create_gpu_executor(
+    engine: EngineConfig, model: ModelConfig, only: Phase | None = None
+) -> GpuExecutor:
+    """One rank a device; ranks may outnumber devices (virtual ranks: correct, not fast).
+
+    only: compile the graphs of one phase (tuning).
+    """
     from engine.runtime.allocate import Sizes, allocate_ranks
     from engine.runtime.gpu import GpuExecutor, compile_graphs
     from engine.tune.choose import set_target
@@ -159,9 +165,9 @@ def create_gpu_executor(engine: EngineConfig, model: ModelConfig) -> GpuExecutor
     with phases.phase("graph"):
         graphs = compile_graphs(
             model, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
-            prompt_logits_bucket=_prompt_logits_bucket(max_model_len),
+            prompt_logits_bucket=_prompt_logits_bucket(max_model_len), only=only,
         )  # fmt: skip
-        specs = graphs[("decode", 1, "last")].weights
+        specs = _specs(model, tp, engine.shard_of)
     with phases.phase("load"):
         weights = _load(engine, specs, source, devices, dtype)
     with phases.phase("allocate"):

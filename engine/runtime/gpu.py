@@ -15,7 +15,7 @@ from engine.config import ModelConfig
 from engine.errors import DeviceError
 from engine.graph.build import Logits, build
 from engine.graph.capture import Program, warm
-from engine.graph.ir import Graph
+from engine.graph.ir import Graph, Phase
 from engine.graph.lower import lower
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
@@ -54,14 +54,14 @@ class GpuExecutor:
         """graphs: (phase, rows, logits) -> finished graph. facts: what stats() adds (bandwidth, memory)."""
         self.config, self.ranks, self.num_slots = config, ranks, num_slots
         self.max_model_len, self.buckets = max_model_len, buckets
-        self._graphs, self._pdl, self._phases, self._facts = graphs, pdl, phases, facts
+        self.graphs, self._pdl, self._phases, self._facts = graphs, pdl, phases, facts
         self._closed = False
         self.counters: Counter[str] = Counter()
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for rank in ranks:
             if rank.device not in streams:
                 streams[rank.device] = torch.cuda.Stream(rank.device)
-        self._streams = [streams[rank.device] for rank in ranks]
+        self.streams = [streams[rank.device] for rank in ranks]
         # Staging in pinned memory. A slot's prompt is not rewritten before its first token was read.
         self._stage_prompt = torch.zeros((num_slots, max_model_len), dtype=torch.int32).pin_memory()
         self._stage_request = torch.zeros((RING * 4, 3), dtype=torch.int32).pin_memory()
@@ -81,9 +81,9 @@ class GpuExecutor:
     def _compile(self, eager: bool) -> None:
         jit_compiles()  # installs the counter
         with self._phases.phase("lower"):
-            self._programs = {key: self._lower(graph) for key, graph in self._graphs.items()}
+            self._programs = {key: self.lower(graph) for key, graph in self.graphs.items()}
         with self._phases.phase("compile"):
-            kernels = warm(self._programs.values(), self._streams)
+            kernels = warm(self._programs.values(), self.streams)
             reset(self.ranks)
         with self._phases.phase("capture"):
             if not eager:
@@ -95,10 +95,11 @@ class GpuExecutor:
             len(line) for program in self._programs.values() for line in program.launches
         )
 
-    def _lower(self, graph: Graph) -> Program:
+    def lower(self, graph: Graph) -> Program:
+        """Launches of every rank with the configurations chosen now; neither warmed nor captured."""
         buffers = plan(graph, self.ranks[0].dtype.itemsize)
         launches = [lower(graph, buffers, rank, self._pdl) for rank in self.ranks]
-        return Program(launches, self._streams)
+        return Program(launches, self.streams)
 
     # Steps
 
@@ -151,18 +152,18 @@ class GpuExecutor:
 
     def logits(self, step: int) -> torch.Tensor:
         assert step == self._read_step - 1 == self._step - 1, "logits of the last step only"
-        return self._whole_logits(self._program_of[step])
+        return self.step_logits(self.graphs[self._program_of[step]])
 
     def prompt_logits(self, slot: int, token_ids: Sequence[int]) -> torch.Tensor:
         check_prompt(slot, len(token_ids), 0, self.num_slots, self.max_model_len)
-        (bucket,) = {rows for phase, rows, logits in self._graphs if logits == "all"}
+        (bucket,) = {rows for phase, rows, logits in self.graphs if logits == "all"}
         self._stage_prompt[slot, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32)
         parts = []
         for start in range(0, len(token_ids), bucket):
             count = min(bucket, len(token_ids) - start)
             self._upload_chunk(slot, start, count)
             self._replay(("prefill", bucket, "all"))
-            parts.append(self._whole_logits(("prefill", bucket, "all"))[:count])
+            parts.append(self.step_logits(self.graphs[("prefill", bucket, "all")])[:count])
         return torch.cat(parts)
 
     def close(self) -> None:
@@ -173,9 +174,9 @@ class GpuExecutor:
         for device in devices:
             torch.cuda.synchronize(device)
         self._programs.clear()
-        self._graphs.clear()
+        self.graphs.clear()
         self.ranks.clear()
-        self._streams.clear()
+        self.streams.clear()
         torch.cuda.empty_cache()
 
     def stats(self) -> dict[str, Any]:
@@ -204,7 +205,7 @@ class GpuExecutor:
 
     def _upload(self, target: Any, source: torch.Tensor) -> None:
         """Copy pinned host data into a buffer of every rank, in stream order; does not wait."""
-        for rank, stream in zip(self.ranks, self._streams):
+        for rank, stream in zip(self.ranks, self.streams):
             with torch.cuda.stream(stream):
                 target(rank).copy_(source, non_blocking=True)
 
@@ -252,7 +253,7 @@ class GpuExecutor:
                 )
 
     def _check_device(self, step: int) -> None:
-        for stream in self._streams:
+        for stream in self.streams:
             try:
                 stream.query()
             except RuntimeError as e:
@@ -266,19 +267,21 @@ class GpuExecutor:
         self._rows_of.clear()
         self._decoding = ()
 
-    def _whole_logits(self, key: tuple[str, int, str]) -> torch.Tensor:
-        """fp32 [rows, vocabulary] gathered on the host. Synchronises: the logprobs path only."""
-        program, output = self._programs[key], self._graphs[key].output
+    def step_logits(self, graph: Graph) -> torch.Tensor:
+        """fp32 [rows, vocabulary] that the last replay of this graph left, gathered on the host.
+
+        Synchronises: the logprobs path and tuning only.
+        """
+        output = graph.output
         assert output is not None
         self.counters["host_syncs"] += 1
-        offset = plan(self._graphs[key], self.ranks[0].dtype.itemsize).offsets[output]
+        offset = plan(graph, self.ranks[0].dtype.itemsize).offsets[output]
         parts = []
-        for rank, stream in zip(self.ranks, program.streams):
+        for rank, stream in zip(self.ranks, self.streams):
             stream.synchronize()
             size = output.shape[0] * output.shape[1] * 4
-            parts.append(
-                rank.arena[offset : offset + size].view(torch.float32).view(output.shape).cpu()
-            )
+            part = rank.arena[offset : offset + size].view(torch.float32).view(output.shape)
+            parts.append(part.cpu())
         return torch.cat(parts, dim=-1)[:, : self.config.vocab_size]
 
 
@@ -290,16 +293,20 @@ def compile_graphs(
     buckets: Sequence[int],
     shard_of: int | None,
     prompt_logits_bucket: int,
+    only: Phase | None = None,
 ) -> dict[tuple[str, int, str], Graph]:
     """Every graph of a deployment: decode rows 1, 2, 4, 8 up to `rows`; prefill buckets; the largest bucket
-    also without lm_head (chunks) and one bucket with logits of every position (prompt logprobs)."""
-    wanted: list[tuple[str, int, Logits]] = [
+    also without lm_head (chunks) and one bucket with logits of every position (prompt logprobs).
+    only: one phase's graphs (tuning)."""
+    wanted: list[tuple[Phase, int, Logits]] = [
         ("decode", n, "last") for n in (1, 2, 4, 8) if n <= decode_rows(rows)
     ]
     wanted += [("prefill", size, "last") for size in buckets]
     wanted += [("prefill", buckets[-1], "none"), ("prefill", prompt_logits_bucket, "all")]
-    graphs = {}
+    graphs: dict[tuple[str, int, str], Graph] = {}
     for phase, size, logits in wanted:
-        unfused = build(config, phase=phase, rows=size, tp=tp, logits=logits, shard_of=shard_of)  # type: ignore[arg-type]
+        if only not in (None, phase):
+            continue
+        unfused = build(config, phase=phase, rows=size, tp=tp, logits=logits, shard_of=shard_of)
         graphs[(phase, size, str(logits))] = run_passes(unfused)
     return graphs

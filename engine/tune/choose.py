@@ -86,6 +86,11 @@ def set_override(op: str, config: Any, key: Mapping[str, Any] | None = None) -> 
     _state.overrides[(op, None if key is None else key_string(op, key))] = config
 
 
+def remove_override(op: str, key: Mapping[str, Any] | None = None) -> None:
+    """Undo one `set_override`."""
+    _state.overrides.pop((op, None if key is None else key_string(op, key)), None)
+
+
 def clear_overrides() -> None:
     _state.overrides.clear()
 

@@ -222,10 +222,10 @@ def test_prompt_logits_and_chunks(folders):
         assert rms_error(got, expected) < limit
         executor.buckets = (16, 32)
         whole = oracle.vocab_logits(oracle.prefill(1, PROMPTS[2]))[0]
-        executor._programs[("prefill", 32, "none")] = executor._lower(
+        executor._programs[("prefill", 32, "none")] = executor.lower(
             chunk := executor_graph(folder, 32, "none")
         )
-        executor._graphs[("prefill", 32, "none")] = chunk
+        executor.graphs[("prefill", 32, "none")] = chunk
         executor.read(step := executor.prefill(1, PROMPTS[2]))
         assert rms_error(executor.logits(step)[0], whole) < limit
     finally:

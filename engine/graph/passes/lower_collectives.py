@@ -54,10 +54,10 @@ def _sample(op: Op, tp: int) -> list[Op]:
         logits=op.input("logits"), positions=state["positions"], where=state["where"],
     )  # fmt: skip
     if tp == 1:
-        return [first, make_op("argmax_finish", op.out, "sampling", best=best, **state)]
+        return [first, make_op("argmax_finish", op.out, "sampling", None, None, best=best, **state)]
     message = Value("best_msg", (rows, 2), "f32", "partial")
     return [
         first,
         make_op("argmax_push", message, "sampling", best=best),
-        make_op("argmax_poll", op.out, "sampling", message=message, **state),
+        make_op("argmax_poll", op.out, "sampling", None, None, message=message, **state),
     ]

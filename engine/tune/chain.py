@@ -1,0 +1,194 @@
+"""Time a configuration where it will run: in the decode step's graph, between its neighbours, cold in L2.
+
+A configuration that wins alone can lose in the chain (it may hold the multiprocessors that the next kernel's
+prologue wants). So a candidate is lowered into the whole step of a model of a few layers (enough bytes that
+nothing stays in L2), captured, replayed and compared by time per step; its logits are compared with those
+of the configurations in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.config import EngineConfig, preset, with_layers
+from engine.graph.capture import Program
+from engine.graph.ir import Graph
+from engine.tune import choose
+
+if TYPE_CHECKING:
+    from engine.runtime.gpu import GpuExecutor
+
+CHAIN_BYTES = 2 << 30  # weights of the shortened model: 30 times an H200's L2
+REPLAYS = 24  # per timing; the KV of a slot has room for so many steps beyond the context
+MAX_ERROR = 0.05  # RMS of a candidate's logits against the present ones; rounding gives about 0.01
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is tuned: one rank's shapes follow from it. shard_of as in EngineConfig."""
+
+    model: str
+    quantization: str | None
+    tp: int
+    shard_of: int | None = None
+    rows: int = 1
+    context: int = 512
+
+    def __str__(self) -> str:
+        shard = f" shard of {self.shard_of}" if self.shard_of else ""
+        return f"{self.model} {self.quantization or 'bf16'} tp={self.tp}{shard} rows={self.rows}"
+
+
+class Chain:
+    """A short decode chain on the card. Close it to give the memory back."""
+
+    def __init__(self, deployment: Deployment, layers: int | None = None):
+        from engine.runtime.create import create_gpu_executor
+
+        self.deployment = deployment
+        whole = preset(deployment.model)
+        degree = deployment.shard_of or deployment.tp
+        per_layer = (whole.num_parameters // whole.num_layers) // degree
+        if deployment.quantization is None:
+            per_layer *= 2
+        self.layers = layers or min(whole.num_layers, max(4, -(-CHAIN_BYTES // per_layer)))
+        engine = EngineConfig(
+            model=deployment.model, tensor_parallel_size=deployment.tp, load_format="dummy",
+            quantization=deployment.quantization, device="cuda", max_num_seqs=deployment.rows,
+            max_model_len=deployment.context + 4 * REPLAYS, shard_of=deployment.shard_of,
+        )  # fmt: skip
+        model = with_layers(whole, self.layers)
+        self.executor: GpuExecutor = create_gpu_executor(engine, model, only="decode")
+        rows = max(n for phase, n, _ in self.executor.graphs if phase == "decode")
+        self.key = ("decode", rows, "last")
+        self.graph: Graph = self.executor.graphs[self.key]
+        self._expected: torch.Tensor | None = None
+
+    def facts(self, op: str) -> list[dict[str, Any]]:
+        """Distinct key facts of `op` in this chain, in order of first use ({field: value})."""
+        seen: dict[str, dict[str, Any]] = {}
+        program = self.executor.lower(self.graph)
+        for launch in program.launches[0]:
+            if launch.choice is not None and launch.choice[0] == op:
+                seen.setdefault(choose.key_string(op, launch.choice[1]), launch.choice[1])
+        return list(seen.values())
+
+    def try_all(
+        self, op: str, facts: Mapping[str, Any], configs: Iterable[Any]
+    ) -> list[tuple[float, Any]]:
+        """(seconds per step, config) of each candidate that compiles and computes the same, fastest first."""
+        programs = self._compiled(op, facts, configs)
+        self._expected = self._logits(self._program(self.graph))
+        results = []
+        for config, program in programs:
+            if config is None:
+                continue
+            try:
+                program.capture()
+                error = self._error(self._logits(program))
+                if error > MAX_ERROR:
+                    print(f"  {config}: logits differ by {error:.3f}, dropped", flush=True)
+                    continue
+                results.append((self.time(program), config))
+            except RuntimeError as e:
+                print(f"  {config}: {e}"[:160], flush=True)
+            finally:
+                program.free()
+        return sorted(results, key=lambda pair: pair[0])
+
+    def time(self, program: Program | None = None) -> float:
+        """Seconds per step, median of batches of replays, slowest rank."""
+        program = program or self._program(self.graph)
+        if not program.captured:
+            program.capture()
+        times = []
+        for _ in range(4):
+            self._rewind()
+            events = []
+            for stream in dict.fromkeys(program.streams):
+                with torch.cuda.stream(stream):
+                    pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                    pair[0].record(stream)
+                    events.append((stream, pair))
+            for _ in range(REPLAYS):
+                program.replay()
+            for stream, (_, end) in events:
+                end.record(stream)
+            self._synchronize()
+            times.append(max(a.elapsed_time(b) for _, (a, b) in events) * 1e-3 / REPLAYS)
+        return sorted(times)[1]
+
+    def close(self) -> None:
+        self.executor.close()
+
+    # Inside
+
+    def _program(self, graph: Graph) -> Program:
+        return self.executor.lower(graph)
+
+    def _compiled(
+        self, op: str, facts: Mapping[str, Any], configs: Iterable[Any]
+    ) -> list[tuple[Any, Program]]:
+        """Lower and warm every candidate, compiling in parallel; those that fail are reported and left out."""
+        programs: list[tuple[Any, Program]] = []
+        for config in configs:
+            choose.set_override(op, config, facts)
+            programs.append((config, self.executor.lower(self.graph)))
+            choose.remove_override(op, facts)
+
+        def build(item: tuple[Any, Program]) -> tuple[Any, Program]:
+            config, program = item
+            try:
+                for line, stream in zip(program.launches, program.streams):
+                    done: set[str] = set()
+                    for launch in line:
+                        if launch.config != config or launch.key in done:
+                            continue
+                        done.add(launch.key)
+                        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                            launch.run()
+                return config, program
+            except (
+                Exception
+            ) as e:  # a configuration that does not compile is a result, not a failure
+                print(f"  {config}: {type(e).__name__}: {e}"[:160], flush=True)
+                return None, program
+
+        with ThreadPoolExecutor(16, thread_name_prefix="tune") as pool:
+            built = list(pool.map(build, programs))
+        self._rewind()
+        return built
+
+    def _rewind(self) -> None:
+        """Protocol state re-armed and every slot back at the context's length."""
+        self.executor.recover()
+        for rank in self.executor.ranks:
+            slots = torch.arange(rank.row_slots.numel(), dtype=torch.int32, device=rank.device)
+            rank.row_slots.copy_(slots.clamp(max=self.deployment.rows - 1))
+            rank.state.positions.fill_(self.deployment.context)
+            rank.state.tokens.copy_(torch.arange(rank.state.tokens.numel()) + 11)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        for stream in self.executor.streams:
+            stream.synchronize()
+
+    def _logits(self, program: Program) -> torch.Tensor:
+        for rank in self.executor.ranks:
+            rank.arena.fill_(0x7F)  # NaN: what a candidate leaves unwritten is found
+        self._rewind()
+        program.replay()
+        self._synchronize()
+        return self.executor.step_logits(self.graph)
+
+    def _error(self, logits: torch.Tensor) -> float:
+        expected = self._expected
+        assert expected is not None
+        if not bool(logits.isfinite().all()):
+            return float("inf")
+        return float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt())
