@@ -201,7 +201,7 @@ def measure(case: Case, good: set[Variant], pool: Pool, rows: Rows, device: str)
     timed: list[tuple[float, op.GemmConfig]] = []
     best = float("inf")
     for config in dict.fromkeys(wanted):
-        if config.kernel == "triton" and variant(case, config) not in good:
+        if config.kernel != "cublas" and variant(case, config) not in good:
             continue
         sizes = op.workspace_sizes(config, case.t, case.n, type(problem.epilogue))
         workspace = op.workspace(sizes, problem.x.dtype, device)
@@ -223,7 +223,7 @@ def measure(case: Case, good: set[Variant], pool: Pool, rows: Rows, device: str)
     us, config = timed[0]
     heuristic_us = next((u for u, c in timed if c == wanted[-1]), float("nan"))
     triton_us, triton_config = next(
-        ((u, c) for u, c in timed if c.kernel == "triton"), (float("nan"), None)
+        ((u, c) for u, c in timed if c.kernel != "cublas"), (float("nan"), None)
     )
     quantization = "fp8" if case.fp8 else "none"
     rows.add(
@@ -253,6 +253,7 @@ def short(config: op.GemmConfig | None) -> str:
     if config is None or config.kernel == "cublas":
         return "cublas"
     text = f"{config.block_t}x{config.block_n}x{config.block_k} w{config.warps} s{config.stages}"
+    text += " async" * (config.kernel == "async")
     return text + " swap" * config.swap + f" split{config.split_k}" * (config.split_k > 1)
 
 
@@ -280,7 +281,7 @@ def main() -> None:
             case.t, case.n, case.k, case.weight_dtype, properties.multi_processor_count
         )
         found.append(op.heuristic(case.t, case.n, case.k, case.weight_dtype))
-        variants.update({variant(case, c): None for c in found if c.kernel == "triton"})
+        variants.update({variant(case, c): None for c in found if c.kernel != "cublas"})
     good = check_all(list(variants), args.processes, limit_s=args.time_limit * 0.5)
     print(
         f"{len(good)} of {len(variants)} kernel variants right, {time.perf_counter() - begin:.0f} s"

@@ -25,13 +25,15 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.errors import EngineError
+from engine.kernels import gemm_async
 from engine.kernels.epilogue import Epilogue, Residual, SiluMul, Store
 from engine.kernels.gemm_kernel import gemm_kernel
 from engine.kernels.silu import silu_mul
+from engine.kernels.sync import INTERPRET
 
 KEY_FIELDS = ("t", "n", "k", "weight_dtype")
 NEAREST_FIELD = "t"  # every configuration is valid at every T
-SOURCES = ("gemm.py", "gemm_kernel.py")
+SOURCES = ("gemm.py", "gemm_kernel.py", "gemm_async.py")
 
 GemmEpilogue = Store | Residual | SiluMul
 
@@ -43,7 +45,9 @@ _FP8 = torch.float8_e4m3fn
 class GemmConfig:
     """One way to run the GEMM. Powers of two except `stages` and `split_k`."""
 
-    kernel: str = "triton"  # "triton", or "cublas" (16-bit weights)
+    kernel: str = (
+        "triton"  # "triton", "async" (FP8 weights, gemm_async.py), "cublas" (16-bit weights)
+    )
     block_t: int = 128  # rows of x in a tile
     block_n: int = 128  # weight rows in a tile
     block_k: int = 64
@@ -136,7 +140,8 @@ def gemm(
 
     x [T, K] bf16 or fp16, w [N, K] the same dtype or float8_e4m3fn, unit stride along K; scale fp32 [N];
     bias [N]. Epilogue: Store, Residual or SiluMul; outputs have unit stride along N.
-    Without a workspace a split-K configuration runs unsplit, and cuBLAS + SiluMul runs on Triton.
+    Without a workspace a split-K configuration runs unsplit, and cuBLAS + SiluMul runs on Triton. "async" runs
+    on Triton too where it cannot (16-bit weights, rows not 16-byte aligned, the interpreter).
     Raises EngineError for an epilogue, a dtype or a shape it does not do.
     """
     t, k = x.shape
@@ -146,7 +151,7 @@ def gemm(
         return
     if config.kernel == "cublas":
         config = heuristic(t, n, k, w.dtype)
-    split = 1 if workspace is None else config.split_k
+    split = 1 if workspace is None else min(config.split_k, triton.cdiv(k, config.block_k))
     tiles = triton.cdiv(t, config.block_t) * triton.cdiv(n, config.block_n)
     if workspace is not None and split > 1:
         need = workspace_sizes(config, t, n, type(epilogue))
@@ -158,18 +163,24 @@ def gemm(
     tma = config.tma and _tma_able(x) and _tma_able(w)
     out = epilogue.out
     residual = epilogue.residual if isinstance(epilogue, Residual) else out
+    partials = out if workspace is None else workspace.partials
+    tickets = out if workspace is None else workspace.tickets
+    kind = _EPILOGUES[type(epilogue)]
+    if config.kernel == "async" and tma and w.dtype == _FP8 and scale is not None and not INTERPRET:
+        gemm_async.launch(
+            x, w, out, residual, scale, bias, partials, tickets,
+            blocks=(config.block_t, config.block_n, config.block_k), warps=config.warps,
+            stages=config.stages, group=config.group, split=split, epilogue=kind, pdl=pdl,
+        )  # fmt: skip
+        return
     gemm_kernel[(tiles * split,)](
         TensorDescriptor.from_tensor(x, [config.block_t, config.block_k]) if tma else x,
         TensorDescriptor.from_tensor(w, [config.block_n, config.block_k]) if tma else w,
-        out,
-        residual,
-        out if scale is None else scale,
-        out if bias is None else bias,
-        out if workspace is None else workspace.partials,
-        out if workspace is None else workspace.tickets,
+        out, residual, out if scale is None else scale, out if bias is None else bias,
+        partials, tickets,
         t, n, k, x.stride(0), w.stride(0), out.stride(0), residual.stride(0),
         BT=config.block_t, BN=config.block_n, BK=config.block_k, GROUP=config.group,
-        SWAP=config.swap, SPLIT=split, TMA=tma, EPILOGUE=_EPILOGUES[type(epilogue)],
+        SWAP=config.swap, SPLIT=split, TMA=tma, EPILOGUE=kind,
         HAS_SCALE=scale is not None, HAS_BIAS=bias is not None, FP8=w.dtype == _FP8,
         DTYPE=_TL_DTYPE[x.dtype], PDL=pdl,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,

@@ -16,6 +16,25 @@ STORE = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
 SILU_MUL = tl.constexpr(2)
 
+# Four e4m3 -> four bf16. S EEEE MMM is sign-extended to 16 bits, shifted to the place of bf16's sign, low exponent
+# and high mantissa bits, and scaled by 2^120, the difference of the two exponent biases; subnormals come out
+# right because bf16 has them too. Four instructions for two values; the compiler's own way (through fp16) needs
+# F2F, which runs at a quarter of the rate. e4m3's NaN (0x7f, 0xff) would read as 480: weights hold none.
+E4M3_TO_BF16 = tl.constexpr("""
+{
+.reg .b32 lo, hi, two120;
+mov.b32 two120, 0x7b807b80;
+prmt.b32 lo, $2, 0, 0x9180;
+prmt.b32 hi, $2, 0, 0xb3a2;
+shl.b32 lo, lo, 4;
+shl.b32 hi, hi, 4;
+and.b32 lo, lo, 0x87f087f0;
+and.b32 hi, hi, 0x87f087f0;
+mul.rn.bf16x2 $0, lo, two120;
+mul.rn.bf16x2 $1, hi, two120;
+}
+""")
+
 
 @triton.jit
 def upcast_fp8(w, dtype: tl.constexpr):
@@ -23,26 +42,8 @@ def upcast_fp8(w, dtype: tl.constexpr):
     if INTERPRET:
         return w.to(tl.float32)
     elif dtype == tl.bfloat16:
-        # Four values at a time. S EEEE MMM is sign-extended to 16 bits, shifted to the place of bf16's sign,
-        # low exponent and high mantissa bits, and scaled by 2^120, the difference of the two exponent
-        # biases; subnormals come out right because bf16 has them too. Four instructions for two values;
-        # the compiler's own way (through fp16) needs F2F, which runs at a quarter of the rate.
-        # e4m3's NaN (0x7f, 0xff) would read as 480: weights hold none.
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 lo, hi, two120;
-            mov.b32 two120, 0x7b807b80;
-            prmt.b32 lo, $2, 0, 0x9180;
-            prmt.b32 hi, $2, 0, 0xb3a2;
-            shl.b32 lo, lo, 4;
-            shl.b32 hi, hi, 4;
-            and.b32 lo, lo, 0x87f087f0;
-            and.b32 hi, hi, 0x87f087f0;
-            mul.rn.bf16x2 $0, lo, two120;
-            mul.rn.bf16x2 $1, hi, two120;
-            }
-            """,
+            E4M3_TO_BF16,
             "=r,=r,r",
             [w],
             dtype=tl.bfloat16,

@@ -37,7 +37,7 @@ def shared_bytes(config: GemmConfig, fp8: bool) -> int:
     """Pipeline buffers of one program, and the 16-bit copy of the weight tile where FP8 goes through memory."""
     weight = config.block_n * config.block_k * (1 if fp8 else 2)
     stage = weight + config.block_t * config.block_k * 2
-    copy = 2 * weight if fp8 and not config.swap else 0
+    copy = 2 * weight if fp8 and not config.swap and config.kernel == "triton" else 0
     return config.stages * stage + copy + 1024
 
 
@@ -52,7 +52,15 @@ def _small(t: int, fp8: bool) -> Iterator[GemmConfig]:
         yield GemmConfig(
             block_t=block_t, block_n=block_n, block_k=block_k, warps=4, stages=stages, swap=True
         )
-    if fp8:  # weights through shared memory: wgmma stays asynchronous; 64 rows at least
+    if fp8:
+        for block_n, block_k, warps, stages in (
+            (64, 128, 4, 4), (64, 128, 4, 8), (64, 256, 4, 4), (128, 128, 8, 4), (128, 128, 4, 4),
+        ):  # fmt: skip
+            yield GemmConfig(
+                kernel="async", block_t=block_t, block_n=block_n, block_k=block_k, warps=warps,
+                stages=stages,
+            )  # fmt: skip
+        # Weights through shared memory: wgmma stays asynchronous; 64 rows at least.
         for block_n, block_k, stages in ((64, 128, 4), (128, 64, 4), (128, 128, 3)):
             yield GemmConfig(
                 block_t=max(64, block_t), block_n=block_n, block_k=block_k, warps=4, stages=stages
@@ -65,6 +73,14 @@ def _small(t: int, fp8: bool) -> Iterator[GemmConfig]:
 def _large(t: int, fp8: bool) -> Iterator[GemmConfig]:
     """Bound by the tensor cores: 128 x 128 twice a multiprocessor, or 256 x 128 once."""
     if fp8:
+        for block_t, block_n, block_k, warps, stages in (
+            (256, 128, 64, 8, 4), (256, 128, 64, 8, 5), (128, 128, 64, 8, 4), (128, 128, 128, 8, 4),
+            (256, 64, 64, 4, 4), (128, 64, 64, 4, 4), (128, 256, 64, 8, 6),
+        ):  # fmt: skip
+            yield GemmConfig(
+                kernel="async", block_t=block_t, block_n=block_n, block_k=block_k, warps=warps,
+                stages=stages,
+            )  # fmt: skip
         for block_t, block_n, block_k, warps, stages in (
             (256, 64, 64, 4, 3), (256, 64, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3),
             (128, 128, 128, 8, 3), (256, 128, 64, 8, 4), (128, 256, 64, 8, 4), (128, 64, 128, 4, 3),
@@ -85,8 +101,13 @@ def _large(t: int, fp8: bool) -> Iterator[GemmConfig]:
 
 
 def _splits(config: GemmConfig, t: int, n: int, k: int, sm_count: int) -> Iterator[int]:
-    """Whole, and splits of K that bring a part-filled grid closer to whole waves."""
+    """Whole, and splits of K that bring a part-filled grid closer to whole waves.
+
+    The last program holds two tiles, so only those of at most 64 accumulators a thread are split.
+    """
     yield 1
+    if config.block_t * config.block_n > 64 * 32 * config.warps:
+        return
     tiles = triton.cdiv(t, config.block_t) * triton.cdiv(n, config.block_n)
     blocks = triton.cdiv(k, config.block_k)
     most = 8 if t <= 128 else 3

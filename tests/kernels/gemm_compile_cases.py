@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import triton.language as tl
+from triton.experimental.gluon import language as gl
 
 from engine.kernels.gemm import GemmConfig, heuristic
+from engine.kernels.gemm_async import gemm_async_kernel
 from engine.kernels.gemm_kernel import gemm_kernel
 from engine.tune import gemm_space
-from tests.kernels.compile_sm90 import SIGNATURE, compile_sm90
+from tests.kernels.compile_sm90 import SIGNATURE, Report, compile_sm90
 
 EPILOGUE = {"store": 0, "residual": 1, "silu_mul": 2}
 _SIZES = ("T", "N", "K", "x_stride", "w_stride", "out_stride", "res_stride")
@@ -24,6 +26,8 @@ def compile_gemm(
     config: GemmConfig, *, fp8: bool, epilogue: str, act: str = "bf16", tma: bool = True
 ) -> dict:
     """Compile one variant as `gemm` would launch it on aligned tensors; Report fields plus the two above."""
+    if config.kernel == "async":
+        return _facts(_compile_async(config, epilogue, act))
     weight = "fp8e4nv" if fp8 else act
     signature = {
         "x": f"tensordesc<{act}[{config.block_t}, {config.block_k}]>" if tma else f"*{act}",
@@ -43,6 +47,35 @@ def compile_gemm(
         ),
         aligned=aligned, num_warps=config.warps, num_stages=config.stages, keep_text=True,
     )  # fmt: skip
+    return _facts(report)
+
+
+def _compile_async(config: GemmConfig, epilogue: str, act: str) -> Report:
+    dtype = {"bf16": gl.bfloat16, "fp16": gl.float16}[act]
+    bt, bn, bk = config.block_t, config.block_n, config.block_k
+    x_layout = gl.NVMMASharedLayout.get_default_for([bt, bk], dtype)
+    w_layout = gl.NVMMASharedLayout.get_default_for([bn, bk], gl.float8e4nv)
+    pointers = {
+        "out": SIGNATURE[act], "residual": SIGNATURE[act], "bias": SIGNATURE[act], "scale": "*fp32",
+        "partials": "*fp32", "tickets": "*i32",
+        **dict.fromkeys(("T", "N", "K", "out_stride", "res_stride"), "i32"),
+    }  # fmt: skip
+    return compile_sm90(
+        gemm_async_kernel,
+        {
+            "x_desc": f"tensordesc<{act}[{bt}, {bk}],{x_layout!r}>",
+            "w_desc": f"tensordesc<fp8e4nv[{bn}, {bk}],{w_layout!r}>",
+            **pointers,
+        },
+        dict(
+            BT=bt, BN=bn, BK=bk, GROUP=config.group, STAGES=config.stages, SPLIT=config.split_k,
+            EPILOGUE=EPILOGUE[epilogue], HAS_BIAS=epilogue == "store", DTYPE=dtype, PDL=True,
+        ),
+        aligned=list(pointers), num_warps=config.warps, keep_text=True,
+    )  # fmt: skip
+
+
+def _facts(report: Report) -> dict:
     facts = asdict(report)
     sass, ptx = facts.pop("sass"), facts.pop("ptx")
     facts["tma_loads"] = len(re.findall(r"\bUTMALDG\b", sass))
@@ -66,9 +99,13 @@ def cases() -> dict[str, dict]:
                 else []
             )
             for config in (heuristic(t, n, k, kind), *space):
-                if config.kernel == "triton":
+                if config.kernel != "cublas":
                     wanted[(config, epilogue, fp8, "bf16", True)] = {}
     base = GemmConfig(stages=3, warps=8)
+    wide = GemmConfig(kernel="async", block_t=256, block_n=128, warps=8, stages=4)
+    wanted[(wide, "residual", True, "bf16", True)] = {}
+    wanted[(wide, "store", True, "fp16", True)] = {}
+    wanted[(replace(wide, block_t=128, split_k=3), "store", True, "bf16", True)] = {}
     wanted[(base, "residual", False, "fp16", True)] = {}
     wanted[(base, "residual", True, "fp16", True)] = {}
     wanted[(base, "store", False, "bf16", False)] = {}
@@ -79,6 +116,7 @@ def cases() -> dict[str, dict]:
             act=act,
             tma=tma,
             swap=c.swap,
+            kernel=c.kernel,
         )
         for c, e, f, act, tma in wanted
     }

@@ -32,14 +32,20 @@ def test_tiles_come_by_tma_or_16_byte_copies(reports: dict[str, dict]) -> None:
             assert report["tma_loads"] >= 2, name
         else:
             assert set(report["async_copies"]) == {"128"}, name
-        assert set(report["global_stores"]) <= {"128", "32"}, name  # 32: the ticket
+        allowed = {"128", "32"}  # 32: the ticket
+        if report["kernel"] == "async":
+            allowed.add("64")  # split-K partials, and SiLU pairs of a narrow tile
+        assert set(report["global_stores"]) <= allowed, name
 
 
 def test_wgmma_is_not_serialised(reports: dict[str, dict]) -> None:
     """ptxas puts a fence before every HGMMA when it cannot keep them asynchronous (its note C7515). That is so
-    for FP8 with swapped operands, whose A operand comes from registers: it is used where memory is the bound."""
+    for FP8 with swapped operands, whose A operand comes from registers: it is used where memory is the bound.
+    gemm_async.py is the same product without that fault."""
     for name, report in reports.items():
-        if not (report["fp8"] and report["swap"]):
+        if report["kernel"] == "async":
+            assert report["fences"] == report["waits_in_wgmma"] == 2, name  # first tile, loop
+        elif not (report["fp8"] and report["swap"]):
             assert report["fences"] == 1, name
 
 

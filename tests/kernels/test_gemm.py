@@ -225,6 +225,42 @@ def test_library_route(device: str, epilogue: str) -> None:
         assert ((out.double() - want).abs() <= bound + 2.0**-8 * want.abs() + 1e-4).all()
 
 
+@pytest.mark.parametrize("epilogue", ["Store", "Residual", "SiluMul"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("block_t", "block_n", "warps", "split_k", "k"),
+    [(16, 64, 4, 1, 1040), (64, 64, 4, 3, 1040), (128, 128, 8, 2, 400), (256, 128, 8, 1, 80)],
+)
+def test_async_kernel(
+    device: str, block_t: int, block_n: int, warps: int, split_k: int, k: int, dtype, epilogue: str
+) -> None:
+    """gemm_async.py on the card (the interpreter has no Gluon: there the plain kernel runs in its place)."""
+    from engine.kernels import gemm as module
+    from engine.kernels.silu import silu_mul_ref
+
+    config = _config(
+        kernel="async", block_t=block_t, block_n=block_n, warps=warps, split_k=split_k, stages=4
+    )
+    t, n = 80, 208
+    x, w, scale, bias = _inputs(t, n, k, device, dtype=dtype, fp8=True)
+    residual = torch.randn(t, n).to(dtype).to(device)
+    scratch = module.workspace(module.workspace_sizes(config, t, n, module.Store), dtype, device)
+    scratch.partials.fill_(float("nan"))
+    y = _want(x, w, scale, bias)
+    want = {"Store": y, "Residual": residual.double() + y, "SiluMul": silu_mul_ref(y)}[epilogue]
+    results = []
+    for _ in range(2):
+        out = _poison(t, n // 2 if epilogue == "SiluMul" else n, dtype=dtype, device=device)
+        arguments = (residual, out) if epilogue == "Residual" else (out,)
+        module.gemm(
+            x, w, getattr(module, epilogue)(*arguments), scale=scale, bias=bias, config=config,
+            workspace=scratch,
+        )  # fmt: skip
+        _close(out, want, magnitude=4.0)
+        results.append(out)
+    assert torch.equal(*results)
+
+
 def test_library_route_falls_back_for_fp8(device: str) -> None:
     from engine.kernels.gemm import Store, gemm
 

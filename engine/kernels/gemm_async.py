@@ -1,0 +1,233 @@
+"""FP8-weight prefill GEMM with its conversion hidden behind the tensor cores (Gluon).
+
+Formula, shapes and roof: gemm.py. The plain kernel converts a weight tile, stores it to shared memory, and only
+then multiplies: the tensor cores idle meanwhile. Here weight rows are the M operand and come from registers:
+
+    wait for TMA of tile k -> read its weights, e4m3 -> 16-bit in registers   (wgmma of tile k-1 still runs)
+    -> wait for wgmma k-1 -> start wgmma k -> start TMA of tile k-1+STAGES into the place of k-1
+
+so a tile costs max(conversion, wgmma) instead of their sum, and weights cross shared memory once, as bytes. With
+BN = 128 weight rows and BT = 256 tokens, wgmma m64n256k16 reads 64 bytes of shared memory a cycle of the 128
+there are; the 16-bit shared x shared form would read 80.
+
+Shared memory: STAGES x (2 BT BK + BN BK) bytes; 8 warps hold a 128 x 256 fp32 tile in 128 registers a thread.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine.kernels.gemm_kernel import E4M3_TO_BF16, RESIDUAL, SILU_MUL
+from engine.kernels.sync import gdc_launch_dependents, gdc_wait
+
+
+@gluon.jit
+def _upcast(w, DTYPE: gl.constexpr):
+    """e4m3 -> DTYPE, exact for every finite value (see gemm_kernel.upcast_fp8)."""
+    if DTYPE == gl.bfloat16:  # noqa: SIM300 - a type, not a constant
+        return gl.inline_asm_elementwise(
+            E4M3_TO_BF16, "=r,=r,r", [w], dtype=gl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        return w.to(DTYPE)
+
+
+@gluon.jit
+def _issue(
+    x_desc, w_desc, xs, ws, bars, first, block, row_t, row_n, last, STAGES: gl.constexpr
+):  # fmt: skip
+    """Start the TMA loads of K block `block` of first..last-1 into its stage; nothing from `last` on."""
+    live = block < last
+    slot = (block - first) % STAGES
+    bar = bars.index(slot)
+    BK: gl.constexpr = x_desc.block_type.shape[1]
+    mbarrier.expect(bar, x_desc.block_type.nbytes + w_desc.block_type.nbytes, pred=live)
+    tma.async_copy_global_to_shared(w_desc, [row_n, block * BK], bar, ws.index(slot), pred=live)
+    tma.async_copy_global_to_shared(x_desc, [row_t, block * BK], bar, xs.index(slot), pred=live)
+
+
+@gluon.jit
+def _store(
+    y, out, residual, first_t, first_n, T, N, out_stride, res_stride, ADD: gl.constexpr
+):  # fmt: skip
+    """y fp32 [rows of w, tokens] (+ residual) -> out[t, n], 16 contiguous bytes a thread."""
+    ROWS: gl.constexpr = y.shape[0]
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [8, 1], [min(32, ROWS // 8), max(1, 256 // ROWS)], [1, gl.num_warps()], [0, 1]
+    )
+    t = first_t + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    n = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    inside = (t[None, :] < T) & (n[:, None] < N)
+    if ADD:
+        place = t[None, :].to(gl.int64) * res_stride + n[:, None]
+        old = gl.load(residual + place, mask=inside, other=0.0).to(gl.float32)
+        value = (old + gl.convert_layout(y, LAYOUT)).to(out.dtype.element_ty)
+    else:
+        value = gl.convert_layout(y.to(out.dtype.element_ty), LAYOUT)
+    gl.store(out + t[None, :].to(gl.int64) * out_stride + n[:, None], value, mask=inside)
+
+
+@gluon.jit
+def _epilogue(
+    acc, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
+    BT: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    MMA: gl.constexpr,
+):  # fmt: skip
+    """acc fp32 [BN, BT] -> scale, bias, epilogue, one rounding, store with n contiguous in a thread."""
+    row = tile_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+    acc = acc * gl.load(scale + row, mask=row < N, other=0.0)[:, None]
+    if HAS_BIAS:
+        acc = acc + gl.load(bias + row, mask=row < N, other=0.0).to(gl.float32)[:, None]
+    ROWS: gl.constexpr = BN // 2 if EPILOGUE == SILU_MUL else BN
+    if EPILOGUE == SILU_MUL:
+        # 16 rows (8 pairs) of one token in a thread, so that a pair never leaves it.
+        WIDE: gl.constexpr = gl.BlockedLayout(
+            [16, 1], [min(32, BN // 16), max(1, 512 // BN)], [1, gl.num_warps()], [0, 1]
+        )
+        pairs = gl.convert_layout(acc, WIDE).reshape([ROWS, 2, BT]).permute((0, 2, 1))
+        gate, up = gl.split(pairs)
+        acc = gate / (1.0 + gl.exp(-gate)) * up
+        N = N // 2
+    first_t = tile_t * BT
+    first_n = tile_n * ROWS
+    if EPILOGUE == RESIDUAL:  # half the tokens at a time: fewer registers
+        left, right = gl.split(acc.reshape([ROWS, 2, BT // 2]).permute((0, 2, 1)))
+        _store(left, out, residual, first_t, first_n, T, N, out_stride, res_stride, True)
+        _store(right, out, residual, first_t + BT // 2, first_n, T, N, out_stride, res_stride, True)
+    else:
+        _store(acc, out, residual, first_t, first_n, T, N, out_stride, res_stride, False)
+
+
+@gluon.jit
+def gemm_async_kernel(
+    x_desc, w_desc, out, residual, scale, bias, partials, tickets, T, N, K, out_stride, res_stride,
+    BT: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    DTYPE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of T x tiles of N x SPLIT, one dimension, in the order of gemm_kernel."""
+    if PDL:
+        gdc_launch_dependents()
+    tiles_t = (T + BT - 1) // BT
+    tiles_n = (N + BN - 1) // BN
+    tile = gl.program_id(0) % (tiles_t * tiles_n)
+    part = gl.program_id(0) // (tiles_t * tiles_n)
+    group = tile // (GROUP * tiles_n)
+    group_rows = gl.minimum(tiles_t - group * GROUP, GROUP)
+    tile_t = group * GROUP + tile % (GROUP * tiles_n) % group_rows
+    tile_n = tile % (GROUP * tiles_n) // group_rows
+    row_t = tile_t * BT
+    row_n = tile_n * BN
+    blocks = (K + BK - 1) // BK
+    first = part * blocks // SPLIT
+    last = (part + 1) * blocks // SPLIT
+
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BT, 16]
+    )
+    FRAGMENT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    xs = gl.allocate_shared_memory(DTYPE, [STAGES, BT, BK], x_desc.layout)
+    ws = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, BK], w_desc.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bars.index(s), count=1)
+    gl.thread_barrier()
+    if PDL:
+        gdc_wait()
+    for s in gl.static_range(STAGES):
+        _issue(x_desc, w_desc, xs, ws, bars, first, first + s, row_t, row_n, last, STAGES)
+
+    mbarrier.wait(bars.index(0), 0)
+    weights = _upcast(ws.index(0).load(FRAGMENT), DTYPE)
+    acc = gl.zeros([BN, BT], gl.float32, MMA)
+    running = warpgroup_mma(
+        weights, xs.index(0).permute((1, 0)), warpgroup_mma_init(acc), is_async=True
+    )
+    for block in range(first + 1, last):
+        slot = (block - first) % STAGES
+        mbarrier.wait(bars.index(slot), ((block - first) // STAGES) & 1)
+        after = _upcast(ws.index(slot).load(FRAGMENT), DTYPE)
+        # `weights` is in the list so that its registers live until the multiplication is done.
+        acc, weights = warpgroup_mma_wait(0, deps=[running, weights])
+        running = warpgroup_mma(
+            after, xs.index(slot).permute((1, 0)), warpgroup_mma_init(acc), is_async=True
+        )
+        weights = after
+        gl.thread_barrier()  # all warpgroups have waited, so the stage of block - 1 is free
+        _issue(x_desc, w_desc, xs, ws, bars, first, block - 1 + STAGES, row_t, row_n, last, STAGES)
+    acc, weights = warpgroup_mma_wait(0, deps=[running, weights])
+    gl.thread_barrier()
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(bars.index(s))
+    if SPLIT == 1:
+        _epilogue(
+            acc, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
+            BT, BN, EPILOGUE, HAS_BIAS, MMA,
+        )  # fmt: skip
+    else:  # as in gemm_kernel: partial tiles, a ticket, the last to arrive adds in order of K
+        row = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
+        column = gl.arange(0, BT, layout=gl.SliceLayout(0, MMA))
+        mine = (
+            partials + tile.to(gl.int64) * (SPLIT * BT * BN) + row[:, None] * BT + column[None, :]
+        )
+        gl.store(mine + part * (BT * BN), acc)
+        gl.thread_barrier()
+        arrived = gl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT - 1:
+            total = gl.load(mine, cache_modifier=".cg")
+            for other in range(1, SPLIT):
+                total += gl.load(mine + other * (BT * BN), cache_modifier=".cg")
+            gl.store(tickets + tile, 0)
+            _epilogue(
+                total, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
+                BT, BN, EPILOGUE, HAS_BIAS, MMA,
+            )  # fmt: skip
+
+
+_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    partials: torch.Tensor,
+    tickets: torch.Tensor,
+    *,
+    blocks: tuple[int, int, int],
+    warps: int,
+    stages: int,
+    group: int,
+    split: int,
+    epilogue: int,
+    pdl: bool,
+) -> None:
+    """x [T, K] 16-bit, w [N, K] e4m3, both with 16-byte aligned rows; blocks = (BT, BN, BK), BT <= 256,
+    BN a multiple of 16 * warps. Arguments as `gemm` checks them."""
+    (t, k), n = x.shape, w.shape[0]
+    bt, bn, bk = blocks
+    dtype = _DTYPE[x.dtype]
+    x_layout = gl.NVMMASharedLayout.get_default_for([bt, bk], dtype)
+    w_layout = gl.NVMMASharedLayout.get_default_for([bn, bk], gl.float8e4nv)
+    gemm_async_kernel[(triton.cdiv(t, bt) * triton.cdiv(n, bn) * split,)](
+        TensorDescriptor.from_tensor(x, [bt, bk], x_layout),
+        TensorDescriptor.from_tensor(w, [bn, bk], w_layout),
+        out, residual, scale, scale if bias is None else bias, partials, tickets,
+        t, n, k, out.stride(0), residual.stride(0),
+        BT=bt, BN=bn, BK=bk, GROUP=group, STAGES=stages, SPLIT=split, EPILOGUE=epilogue,
+        HAS_BIAS=bias is not None, DTYPE=dtype, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
