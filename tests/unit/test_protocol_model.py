@@ -1,0 +1,187 @@
+"""The slot rule and the flag barrier, checked over all (or many random) interleavings, and the known-bad variants
+that the same checker must catch."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kernels.slots import clear_slot, lamport_slots
+from tests.unit.protocol_model import (
+    Exchange,
+    Machine,
+    exhaustive,
+    flag_form,
+    fused_form,
+    randomised,
+    split_form,
+)
+
+
+def rotation(calls_per_replay: int, slots: int, replays: int, ahead: int | None = None):
+    """Exchanges of some replays of a graph: slots are constants of the call site. ahead: the poll re-arms
+    the slot of that many calls later; None: as the engine does (`clear_slot`)."""
+    exchanges = []
+    for _ in range(replays):
+        for site in range(calls_per_replay):
+            clear = clear_slot(site, slots) if ahead is None else (site + ahead) % slots
+            exchanges.append(Exchange(site % slots, (clear,)))
+    return exchanges
+
+
+def engine_rotation(calls_per_replay: int, replays: int):
+    return rotation(calls_per_replay, lamport_slots(calls_per_replay), replays)
+
+
+# ---- ours
+
+
+@pytest.mark.parametrize(
+    ("world", "programs", "calls", "replays"),
+    [(2, 1, 3, 3), (2, 1, 4, 2), (2, 2, 3, 2), (3, 1, 3, 2)],
+)
+def test_engine_rotation_exhaustively(world, programs, calls, replays):
+    assert exhaustive(Machine(split_form(engine_rotation(calls, replays), world, programs))) is None
+
+
+def test_engine_rotation_fused_exhaustively():
+    assert exhaustive(Machine(fused_form(engine_rotation(3, 3), 2, 2))) is None
+    assert exhaustive(Machine(fused_form(engine_rotation(3, 2), 3, 1))) is None
+
+
+def test_every_allowed_distance():
+    """The derivation: d from 2 to S - 1, and no other (see test_clear_of_a_wrong_slot)."""
+    for slots, ahead in ((3, 2), (4, 2), (4, 3), (5, 2), (5, 3), (5, 4)):
+        exchanges = rotation(slots, slots, 2, ahead)
+        assert exhaustive(Machine(split_form(exchanges, 2))) is None, (slots, ahead)
+
+
+def test_consumer_that_polls_in_its_prologue():
+    """Every program reads the whole message and clears a part: still right, by the delayed clear."""
+    assert exhaustive(Machine(split_form(engine_rotation(3, 2), 2, 2, read_all=True))) is None
+
+
+def test_two_calls_per_replay_clear_their_own_slot():
+    assert exhaustive(Machine(split_form(engine_rotation(2, 4), 2, 2))) is None
+    assert exhaustive(Machine(fused_form(engine_rotation(2, 4), 2, 2))) is None
+
+
+def with_argmax(calls: int, replays: int, slots: int | None = None):
+    """A decode step: all-reduces, then the argmax exchange in its single slot (area 100)."""
+    step = engine_rotation(calls, 1) if calls else []
+    return [*step, Exchange(100, (100,))] * replays
+
+
+@pytest.mark.parametrize("calls", [2, 3, 4])
+def test_argmax_slot_between_all_reduces(calls):
+    assert exhaustive(Machine(split_form(with_argmax(calls, 3), 2))) is None
+
+
+def two_shot(calls: int, slots: int, replays: int, together: bool):
+    """Scatter areas 2s, gather areas 2s + 1. together: the gather re-arms both areas of a slot
+    (S >= 3); else each poll re-arms what it read."""
+    exchanges = []
+    for _ in range(replays):
+        for site in range(calls):
+            use, clear = site % slots, clear_slot(site, slots)
+            both = (2 * clear, 2 * clear + 1)
+            exchanges.append(Exchange(2 * use, () if together else (2 * use,)))
+            exchanges.append(Exchange(2 * use + 1, both if together else (2 * use + 1,)))
+    return exchanges
+
+
+def test_two_shot():
+    assert exhaustive(Machine(split_form(two_shot(3, 3, 2, True), 2))) is None
+    assert exhaustive(Machine(split_form(two_shot(2, 2, 3, False), 2))) is None
+    assert exhaustive(Machine(fused_form(two_shot(3, 3, 2, True), 2, 2, per_kernel=2))) is None
+    assert exhaustive(Machine(fused_form(two_shot(2, 2, 3, False), 2, 2, per_kernel=2))) is None
+
+
+@pytest.mark.parametrize(("world", "programs"), [(3, 2), (4, 1), (4, 2)])
+def test_engine_rotation_at_random(world, programs):
+    for exchanges in (engine_rotation(4, 4), engine_rotation(6, 3), with_argmax(4, 3)):
+        assert randomised(Machine(split_form(exchanges, world, programs, fine=True)), 12) is None
+        assert randomised(Machine(fused_form(exchanges, world, programs, fine=True)), 12) is None
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_flag_barrier(split):
+    """4-bit epochs: 20 calls wrap."""
+    assert exhaustive(Machine(flag_form(20, 2, 1, split=split), bits=4)) is None
+    assert exhaustive(Machine(flag_form(4, 3, 1, split=split), bits=4)) is None
+    assert exhaustive(Machine(flag_form(4, 2, 2, split=split), bits=4)) is None
+    assert randomised(Machine(flag_form(40, 4, 2, split=split), bits=4), 5) is None
+
+
+# ---- known-bad variants: each must be caught, or the model proves nothing
+
+
+def caught(kernels, *, runs: int = 300, **options) -> str:
+    found = randomised(Machine(kernels, **options), runs)
+    assert found is not None, "the checker missed a broken protocol"
+    return found
+
+
+def test_two_slots_cleared_by_the_next_poll():
+    """Poll i re-arms the slot of call i + 1, while a fast peer already pushes call i + 1 into it."""
+    exchanges = rotation(4, 2, 3, ahead=1)
+    assert exhaustive(Machine(split_form(exchanges, 2))) is not None
+    caught(split_form(exchanges, 3))
+
+
+def test_two_slots_when_other_programs_still_read():
+    """The own-slot rule is only for a location that one program reads."""
+    caught(split_form(engine_rotation(2, 4), 2, 2, read_all=True))
+
+
+@pytest.mark.parametrize("slots", [3, 4, 5])
+def test_clear_of_a_wrong_slot(slots):
+    """One call ahead is too late for a peer that runs one call ahead."""
+    exchanges = rotation(slots, slots, 3, ahead=1)
+    assert exhaustive(Machine(split_form(exchanges, 2))) is not None
+    caught(split_form(exchanges, 3))
+
+
+def test_own_slot_cleared_while_others_read():
+    caught(split_form(rotation(3, 3, 3, ahead=0), 2, 2, read_all=True))
+
+
+def test_never_cleared():
+    exchanges = [Exchange(i % 3, ()) for i in range(6)]
+    assert "overwrite" in caught(split_form(exchanges, 2))
+
+
+@pytest.mark.parametrize(("calls", "slots"), [(4, 3), (5, 3), (5, 4), (7, 3)])
+def test_slot_count_that_does_not_divide_the_calls(calls, slots):
+    caught(split_form(rotation(calls, slots, 4), 2))
+    assert randomised(Machine(split_form(rotation(calls, slots, 1), 2)), 50) is None, (
+        "one replay alone is fine: only a model with replays can catch this"
+    )
+
+
+def test_poll_without_its_wait():
+    """Under PDL a poll that does not wait clears what the poll before it still reads (S = 3: the slot
+    of the previous call)."""
+    caught(split_form(rotation(3, 3, 3, ahead=2), 2, 2, read_all=True, poll_waits=False))
+
+
+def test_argmax_slot_without_an_all_reduce_between():
+    caught(split_form(with_argmax(0, 4), 2))
+
+
+def test_two_shot_with_one_slot():
+    caught(split_form(two_shot(3, 1, 2, True), 2))
+
+
+def test_monotonic_counter_without_wrap():
+    """Plain `flag >= epoch` on a counter that wraps: an old flag looks new, or a new one old."""
+    short = flag_form(12, 2, 1)
+    assert exhaustive(Machine(short, bits=3, wrap_aware=False)) is not None
+    caught(flag_form(20, 3, 2), bits=4, wrap_aware=False)
+    assert randomised(Machine(flag_form(12, 3, 2), bits=4, wrap_aware=False), 20) is None, (
+        "it works until the wrap, which is why it passes short tests"
+    )
+
+
+def test_flag_barrier_with_one_data_buffer():
+    """Without the second half, a fast rank overwrites what a slow one still reads."""
+    caught(flag_form(6, 2, 1, buffers=1), bits=8)
