@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from engine.graph.facts import GEMV_MAX_ROWS, choice
 from engine.graph.ir import Graph, Op, Value
 from engine.graph.plan import BufferPlan, has_buffer, value_bytes
 from engine.kernels import all_reduce, argmax
@@ -27,7 +28,6 @@ from engine.kernels.rope_append import rope_append
 from engine.runtime.rank import Rank
 from engine.tune.choose import choose
 
-GEMV_MAX_ROWS = 8
 EXCHANGE_SLOTS = (
     2  # see runtime/rank.py: sites alternate, a slot is re-armed by the poll that read it
 )
@@ -81,6 +81,12 @@ class _Lowering:
             return self.rank.weights[value.name].weight
         return self.tensors[value]
 
+    def _weight_dtype(self, name: str) -> torch.dtype:
+        return self.rank.weights[name].weight.dtype
+
+    def _kv_length(self) -> int:
+        return self.rank.state.k_cache[0].shape[2]
+
     def _row_slots(self) -> torch.Tensor:
         return self.rank.row_slots[: self.graph.rows]
 
@@ -93,13 +99,13 @@ class _Lowering:
         op: Op,
         function: Callable[..., None],
         *args: Any,
-        choice: tuple[str, dict[str, Any]] | None = None,
         detail: str = "",
         **kwargs: Any,
     ) -> Launch:
         config = None
-        if choice is not None:
-            kwargs["config"] = config = choose(*choice)
+        chosen = choice(op, self.graph, self._weight_dtype, self.rank.dtype, self._kv_length())
+        if chosen is not None:
+            kwargs["config"] = config = choose(*chosen)
 
         def run() -> None:
             function(*args, **kwargs, pdl=self.pdl)
@@ -108,7 +114,7 @@ class _Lowering:
         shapes = [value.shape for value in (*op.inputs, *op.outputs)]
         dtypes = [self.rank.weights[v.name].weight.dtype for v in op.inputs if v.kind == "weight"]
         key = f"{name} {shapes} {dtypes} {config} {self.pdl}"
-        return Launch(op, name, config, self._bytes(op), key, run, choice)
+        return Launch(op, name, config, self._bytes(op), key, run, chosen)
 
     def _bytes(self, op: Op) -> int:
         """Weights and activations once; KV is counted by the runtime, which knows the context."""
@@ -140,15 +146,10 @@ class _Lowering:
         loaded = self.rank.weights[op.input("w").name]
         x = self._in(op, "x")
         bias = self._in(op, "bias") if op.find("bias") is not None else None
-        (n, k), rows = loaded.weight.shape, x.shape[0]
         epilogue = self._epilogue(op)
         detail = f"+{type(epilogue).__name__}"
         shared: dict[str, Any] = {"scale": loaded.scale, "bias": bias}
-        facts = {
-            "n": n, "k": k, "t": rows, "rows": rows, "tp": self.graph.tp,
-            "weight_dtype": loaded.weight.dtype, "epilogue": type(epilogue).__name__.lower(),
-        }  # fmt: skip
-        if rows > GEMV_MAX_ROWS:
+        if x.shape[0] > GEMV_MAX_ROWS:
             return self._launch(
                 op,
                 gemm,
@@ -156,13 +157,12 @@ class _Lowering:
                 loaded.weight,
                 epilogue,
                 **shared,
-                choice=("gemm", facts),
                 detail=detail,
             )
         norm = self._in(op, "norm") if op.find("norm") is not None else None
         return self._launch(
             op, gemv, x, loaded.weight, epilogue, **shared, norm_weight=norm,
-            eps=op.attrs.get("norm_eps", 0.0), choice=("gemv", facts), detail=detail,
+            eps=op.attrs.get("norm_eps", 0.0), detail=detail,
         )  # fmt: skip
 
     def _epilogue(self, op: Op) -> Epilogue:
@@ -202,18 +202,11 @@ class _Lowering:
         q, out = self._in(op, "q"), self.tensors[op.out]
         k, v = state.k_cache[layer], state.v_cache[layer]
         heads = {**self._heads(op), "scale": op.attrs["scale"]}
-        facts = {
-            **heads, "context": k.shape[2], "rows": q.shape[0], "t": q.shape[0],
-            "kv_dtype": k.dtype, "group": heads["num_heads"] // heads["num_kv_heads"],
-        }  # fmt: skip
         if self.graph.phase == "prefill":
-            return self._launch(
-                op, prefill_attention, q, k, v, rank.request, out, **heads,
-                choice=("prefill_attention", facts),
-            )  # fmt: skip
+            return self._launch(op, prefill_attention, q, k, v, rank.request, out, **heads)
         return self._launch(
             op, decode_attention, q, k, v, state.positions, self._row_slots(), out,
-            rank.attention_workspace, **heads, choice=("decode_attention", facts),
+            rank.attention_workspace, **heads,
         )  # fmt: skip
 
     def _gather_row(self, op: Op) -> Launch:
@@ -225,18 +218,11 @@ class _Lowering:
     def _slot(self, op: Op) -> int:
         return (op.attrs["site"] % EXCHANGE_SLOTS) * self.rank.exchange_slot_bytes
 
-    def _facts(self, op: Op) -> dict[str, int]:
-        rows, hidden = op.outputs[0].shape
-        return {
-            "world": self.graph.tp, "rows": rows, "hidden": hidden,
-            "nbytes": rows * hidden * self.rank.dtype.itemsize,
-        }  # fmt: skip
-
     def _push(self, op: Op) -> Launch:
         rank = self.rank
         return self._launch(
             op, all_reduce.push, self._in(op, "x"), rank.peer_table, self._slot(op),
-            rank=rank.index, world=rank.world, choice=("all_reduce", self._facts(op)),
+            rank=rank.index, world=rank.world,
         )  # fmt: skip
 
     def _poll_residual(self, op: Op) -> Launch:
@@ -245,7 +231,6 @@ class _Lowering:
             op, all_reduce.poll_residual, rank.exchange, slot, slot,
             self._in(op, "residual"), self.tensors[op.out], rank.status,
             rank=rank.index, world=rank.world, call_site=op.attrs["site"],
-            choice=("all_reduce", self._facts(op)),
         )  # fmt: skip
 
     # Sampling

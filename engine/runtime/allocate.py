@@ -21,6 +21,11 @@ TOKEN_SENTINEL = -2147483648  # 0x80000000
 OVERRUN = 16  # positions past the context that queued-ahead steps of a finished request may write
 
 
+def kv_length(max_model_len: int) -> int:
+    """Positions that a slot's KV has room for."""
+    return -(-(max_model_len + OVERRUN) // 64) * 64
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What the buffers are sized for."""
@@ -34,7 +39,7 @@ class Sizes:
     @property
     def kv_length(self) -> int:
         """Positions a slot's KV has room for."""
-        return -(-(self.max_model_len + OVERRUN) // 64) * 64
+        return kv_length(self.max_model_len)
 
 
 def allocate_ranks(

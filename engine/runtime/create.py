@@ -16,7 +16,6 @@ from engine.checkpoint.source import CheckpointSource, DummySource, WeightSource
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import EngineError
 from engine.graph.build import build
-from engine.graph.ir import Phase
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
 from engine.runtime.buckets import decode_rows, prefill_buckets
@@ -25,7 +24,7 @@ from engine.weights import WeightSpec
 
 if TYPE_CHECKING:
     from engine.runtime.cpu import CpuExecutor
-    from engine.runtime.gpu import GpuExecutor
+    from engine.runtime.gpu import GpuExecutor, GraphKey
 
 log = logging.getLogger("engine")
 
@@ -131,11 +130,11 @@ def create_cpu_executor(engine: EngineConfig, model: ModelConfig) -> CpuExecutor
 
 
 def create_gpu_executor(
-    engine: EngineConfig, model: ModelConfig, only: Phase | None = None
+    engine: EngineConfig, model: ModelConfig, only: Sequence[GraphKey] | None = None
 ) -> GpuExecutor:
     """One rank a device; ranks may outnumber devices (virtual ranks: correct, not fast).
 
-    only: compile the graphs of one phase (tuning).
+    only: compile just these graphs (tuning).
     """
     from engine.runtime.allocate import Sizes, allocate_ranks
     from engine.runtime.gpu import GpuExecutor, compile_graphs

@@ -28,6 +28,8 @@ from engine.runtime.rank import Rank
 
 log = logging.getLogger("engine")
 
+GraphKey = tuple[Phase, int, Logits]  # phase, decode rows or prefill bucket, which logits
+
 ROW_NAN, ROW_EMPTY = -2, -1  # ring marks: NaN logits; not written yet
 STALL_S = 10.0  # no token for this long: look whether the device has failed
 
@@ -41,7 +43,7 @@ class GpuExecutor:
         self,
         config: ModelConfig,
         ranks: list[Rank],
-        graphs: dict[tuple[str, int, str], Graph],
+        graphs: dict[GraphKey, Graph],
         *,
         num_slots: int,
         max_model_len: int,
@@ -72,7 +74,7 @@ class GpuExecutor:
         self._ring = ranks[0].ring.numpy()
         self._uploads = self._step = self._read_step = 0
         self._rows_of: dict[int, int] = {}
-        self._program_of: dict[int, tuple[str, int, str]] = {}
+        self._program_of: dict[int, GraphKey] = {}
         self._decoding: tuple[int, ...] = ()
         self._compile(eager)
 
@@ -189,7 +191,7 @@ class GpuExecutor:
 
     # Pieces
 
-    def _queue(self, key: tuple[str, int, str], rows: int) -> int:
+    def _queue(self, key: GraphKey, rows: int) -> int:
         step = self._step
         assert step - self._read_step < RING, "more steps in flight than the ring holds"
         self._ring[step % RING] = ROW_EMPTY
@@ -199,7 +201,7 @@ class GpuExecutor:
         self._step += 1
         return step
 
-    def _replay(self, key: tuple[str, int, str]) -> None:
+    def _replay(self, key: GraphKey) -> None:
         self._programs[key].replay()
         self.counters["graph_launches"] += 1
 
@@ -293,20 +295,16 @@ def compile_graphs(
     buckets: Sequence[int],
     shard_of: int | None,
     prompt_logits_bucket: int,
-    only: Phase | None = None,
-) -> dict[tuple[str, int, str], Graph]:
+    only: Sequence[GraphKey] | None = None,
+) -> dict[GraphKey, Graph]:
     """Every graph of a deployment: decode rows 1, 2, 4, 8 up to `rows`; prefill buckets; the largest bucket
     also without lm_head (chunks) and one bucket with logits of every position (prompt logprobs).
-    only: one phase's graphs (tuning)."""
-    wanted: list[tuple[Phase, int, Logits]] = [
-        ("decode", n, "last") for n in (1, 2, 4, 8) if n <= decode_rows(rows)
-    ]
+    only: just these (tuning)."""
+    wanted: list[GraphKey] = [("decode", n, "last") for n in (1, 2, 4, 8) if n <= decode_rows(rows)]
     wanted += [("prefill", size, "last") for size in buckets]
     wanted += [("prefill", buckets[-1], "none"), ("prefill", prompt_logits_bucket, "all")]
-    graphs: dict[tuple[str, int, str], Graph] = {}
-    for phase, size, logits in wanted:
-        if only not in (None, phase):
-            continue
+    graphs: dict[GraphKey, Graph] = {}
+    for phase, size, logits in wanted if only is None else only:
         unfused = build(config, phase=phase, rows=size, tp=tp, logits=logits, shard_of=shard_of)
-        graphs[(phase, size, str(logits))] = run_passes(unfused)
+        graphs[(phase, size, logits)] = run_passes(unfused)
     return graphs

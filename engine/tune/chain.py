@@ -17,11 +17,11 @@ import torch
 
 from engine.config import EngineConfig, preset, with_layers
 from engine.graph.capture import Program
-from engine.graph.ir import Graph
+from engine.graph.ir import Graph, Phase
 from engine.tune import choose
 
 if TYPE_CHECKING:
-    from engine.runtime.gpu import GpuExecutor
+    from engine.runtime.gpu import GpuExecutor, GraphKey
 
 CHAIN_BYTES = 2 << 30  # weights of the shortened model: 30 times an H200's L2
 REPLAYS = 24  # per timing; the KV of a slot has room for so many steps beyond the context
@@ -30,7 +30,10 @@ MAX_ERROR = 0.05  # RMS of a candidate's logits against the present ones; roundi
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is tuned: one rank's shapes follow from it. shard_of as in EngineConfig."""
+    """What is tuned: one rank's shapes follow from it. shard_of as in EngineConfig.
+
+    phase decode: `rows` sequences at `context` tokens each; prefill: a prompt of `context` tokens (a bucket).
+    """
 
     model: str
     quantization: str | None
@@ -38,10 +41,12 @@ class Deployment:
     shard_of: int | None = None
     rows: int = 1
     context: int = 512
+    phase: Phase = "decode"
 
     def __str__(self) -> str:
         shard = f" shard of {self.shard_of}" if self.shard_of else ""
-        return f"{self.model} {self.quantization or 'bf16'} tp={self.tp}{shard} rows={self.rows}"
+        size = f"rows={self.rows}" if self.phase == "decode" else f"tokens={self.context}"
+        return f"{self.model} {self.quantization or 'bf16'} tp={self.tp}{shard} {self.phase} {size}"
 
 
 class Chain:
@@ -63,9 +68,9 @@ class Chain:
             max_model_len=deployment.context + 4 * REPLAYS, shard_of=deployment.shard_of,
         )  # fmt: skip
         model = with_layers(whole, self.layers)
-        self.executor: GpuExecutor = create_gpu_executor(engine, model, only="decode")
-        rows = max(n for phase, n, _ in self.executor.graphs if phase == "decode")
-        self.key = ("decode", rows, "last")
+        rows = deployment.rows if deployment.phase == "decode" else deployment.context
+        self.key: GraphKey = (deployment.phase, rows, "last")
+        self.executor: GpuExecutor = create_gpu_executor(engine, model, only=[self.key])
         self.graph: Graph = self.executor.graphs[self.key]
         self._expected: torch.Tensor | None = None
 
@@ -77,6 +82,13 @@ class Chain:
             if launch.choice is not None and launch.choice[0] == op:
                 seen.setdefault(choose.key_string(op, launch.choice[1]), launch.choice[1])
         return list(seen.values())
+
+    def uses(self, op: str, facts: Mapping[str, Any]) -> int:
+        """Launches of one step that this key configures."""
+        key = choose.key_string(op, facts)
+        launches = self.executor.lower(self.graph).launches[0]
+        chosen = [launch.choice for launch in launches if launch.choice is not None]
+        return sum(name == op and choose.key_string(op, f) == key for name, f in chosen)
 
     def try_all(
         self, op: str, facts: Mapping[str, Any], configs: Iterable[Any]
@@ -171,6 +183,10 @@ class Chain:
             slots = torch.arange(rank.row_slots.numel(), dtype=torch.int32, device=rank.device)
             rank.row_slots.copy_(slots.clamp(max=self.deployment.rows - 1))
             rank.state.positions.fill_(self.deployment.context)
+            request = torch.tensor([0, 0, self.deployment.context], dtype=torch.int32)
+            rank.request.copy_(request)
+            ids = torch.arange(rank.prompt.numel(), dtype=torch.int32) * 37 + 5
+            rank.prompt.copy_(ids % self.executor.config.vocab_size)
             rank.state.tokens.copy_(torch.arange(rank.state.tokens.numel()) + 11)
         self._synchronize()
 

@@ -95,6 +95,18 @@ def clear_overrides() -> None:
     _state.overrides.clear()
 
 
+def sm_count() -> int:
+    """Multiprocessors of the target."""
+    return _state.sm_count
+
+
+def is_cached(op: str, key: Mapping[str, Any]) -> bool:
+    """Whether the cache (not an override, not the heuristic) has this very key."""
+    if op not in _state.entries:
+        _state.entries[op] = cache_file.load(_path(op), metadata(op))
+    return key_string(op, key) in _state.entries[op]
+
+
 def misses() -> dict[str, int]:
     """Choices since `set_target` that fell through to a heuristic: {"gemm: t=512,...": times}."""
     return dict(_state.misses)

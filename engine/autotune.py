@@ -1,0 +1,198 @@
+"""`python -m engine.autotune`: find each op's fastest configuration for a deployment and write the cache.
+
+The ops and shapes come from the deployment's compiled graph. Each candidate is pruned by what is known
+without a GPU, compiled, checked against the configurations in use, and timed in the chain of its neighbours
+(`engine.tune.chain`); the best of them is kept before the next op is tuned. Shapes of TP 4 and 8 tune on
+one or two cards (`--shard-of`). Ctrl-C keeps what is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from engine.config import preset
+from engine.errors import EngineError
+from engine.tune import choose
+from engine.tune.chain import Chain, Deployment
+
+# Largest weight first: the neighbours of the ops tuned later are then nearly final.
+TUNED = {"decode": ("gemv", "decode_attention"), "prefill": ("gemm", "prefill_attention")}
+MIN_GAIN = 0.002  # of the step's time: less is the spread between two timings of one configuration
+
+
+def space(op: str, facts: dict[str, Any], sm_count: int) -> list[Any]:
+    """Candidates for one op and key. Pure."""
+    if op == "gemv":
+        from engine.tune.gemv_space import candidates as gemv_candidates
+
+        return list(
+            gemv_candidates(facts["n"], facts["k"], facts["weight_dtype"], facts["rows"], sm_count)
+        )
+    if op == "gemm":
+        from engine.tune.gemm_space import candidates as gemm_candidates
+
+        return list(
+            gemm_candidates(facts["t"], facts["n"], facts["k"], facts["weight_dtype"], sm_count)
+        )
+    return []  # attention splits and tiles follow from the heuristic until a space is defined
+
+
+def tune(chain: Chain, budget: float, dry_run: bool = False) -> dict[str, dict[str, dict]]:
+    """Tune every op of the chain's graph within `budget` seconds. Returns {op: {key: cache entry}}."""
+    started = time.monotonic()
+    found: dict[str, dict[str, dict]] = {}
+    present = chain.time()
+    print(f"{chain.deployment}, {chain.layers} layers: {present * 1e6:.1f} us a step", flush=True)
+    for op, facts in _work(chain):
+        key = choose.key_string(op, facts)
+        configs = space(op, facts, choose.sm_count())
+        if dry_run or not configs:
+            print(f"  {op} {key}: {len(configs)} candidates", flush=True)
+            continue
+        left = budget - (time.monotonic() - started)
+        if left <= 0:
+            print(
+                f"  {op} {key}: skipped, the budget of {budget:.0f} s is spent (--budget)",
+                flush=True,
+            )
+            continue
+        results = chain.try_all(op, facts, configs)
+        if not results:
+            continue
+        before = present
+        best_time, best = results[0]
+        kept = choose.choose(op, facts)
+        if best_time < present * (1 - MIN_GAIN):
+            choose.set_override(op, best, facts)
+            present, kept = best_time, best
+        uses = chain.uses(op, facts)
+        gain = (before - present) / uses * 1e6
+        found.setdefault(op, {})[key] = {
+            "config": kept,
+            "step_us": round(present * 1e6, 2),
+            "gain_us_per_call": round(gain, 3),
+            "runner_up": str(results[1][1]) if len(results) > 1 else None,
+            "margin": round(results[1][0] / results[0][0] - 1, 4) if len(results) > 1 else None,
+            "candidates": len(results),
+            "tuned_in": str(chain.deployment),
+            "date": datetime.date.today().isoformat(),
+        }
+        print(
+            f"  {op} {key}: {len(results)} timed, {gain:+.2f} us a call -> {kept}; step {present * 1e6:.1f} us"
+            f" ({time.monotonic() - started:.0f} s)",
+            flush=True,
+        )
+    return found
+
+
+def _work(chain: Chain) -> Iterator[tuple[str, dict[str, Any]]]:
+    for op in TUNED[chain.deployment.phase]:
+        facts = chain.facts(op)
+        yield from ((op, f) for f in sorted(facts, key=lambda f: -f.get("n", 0) * f.get("k", 0)))
+
+
+def save(found: dict[str, dict[str, dict]], gpu: str) -> None:
+    """Merge into autotune_cache/<gpu>/; a file made for other kernels is replaced."""
+    for op, entries in found.items():
+        meta = choose.metadata(op)
+        try:
+            path = choose.save_entries(op, gpu, entries, meta)
+        except EngineError:
+            path = choose.save_entries(op, gpu, entries, meta, replace=True)
+        print(f"{path}: {len(entries)} entries of {op}", flush=True)
+
+
+def check(deployment: Deployment) -> int:
+    """Print which keys of the deployment's graph have no valid entry; returns how many. Needs no GPU."""
+    from engine.tune.keys import graph_keys
+
+    missing = [
+        (op, facts) for op, facts in graph_keys(deployment) if op in TUNED[deployment.phase]
+        and space(op, facts, choose.sm_count()) and not choose.is_cached(op, facts)
+    ]  # fmt: skip
+    for op, facts in missing:
+        print(f"missing or stale: {op} {choose.key_string(op, facts)}")
+    return len(missing)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="engine autotune", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--model", required=True, help="preset such as qwen2.5-72b")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that take part")
+    parser.add_argument("--shard-of", type=int, help="tune one rank's shapes of this TP degree")
+    parser.add_argument("--quantization", choices=("fp8",))
+    parser.add_argument(
+        "--phase", default="decode", help="decode, prefill or both, comma-separated"
+    )
+    parser.add_argument("--rows", default="1", help="decode rows to tune at, comma-separated")
+    parser.add_argument("--context", type=int, default=512, help="tokens in the KV cache (decode)")
+    parser.add_argument("--tokens", default="512", help="prefill buckets to tune, comma-separated")
+    parser.add_argument("--budget", default="120s", help="time for each deployment, such as 120s")
+    parser.add_argument("--dry-run", action="store_true", help="list ops and candidates only")
+    parser.add_argument(
+        "--check", action="store_true", help="report missing or stale entries and stop"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line. Exit code 1 from --check when entries are missing, 2 for a user error."""
+    args = _parser().parse_args(argv)
+    try:
+        preset(args.model)
+        deployments = []
+        for phase in args.phase.split(","):
+            if phase not in TUNED:
+                raise EngineError(f"--phase {phase!r}: choose decode, prefill or decode,prefill")
+            if phase == "decode":
+                deployments += [
+                    Deployment(
+                        args.model,
+                        args.quantization,
+                        args.tp,
+                        args.shard_of,
+                        int(rows),
+                        args.context,
+                    )
+                    for rows in args.rows.split(",")
+                ]
+            else:
+                deployments += [
+                    Deployment(
+                        args.model, args.quantization, args.tp, args.shard_of, 1, int(t), "prefill"
+                    )
+                    for t in args.tokens.split(",")
+                ]
+        if args.check:
+            return 1 if sum(check(d) for d in deployments) else 0
+        import torch
+
+        if not torch.cuda.is_available():
+            raise EngineError(
+                "autotune times kernels and needs a CUDA device; --check works without"
+            )
+        budget = float(args.budget.removesuffix("s"))
+        for deployment in deployments:
+            chain = Chain(deployment)
+            found: dict[str, dict[str, dict]] = {}
+            try:
+                found = tune(chain, budget, args.dry_run)
+            finally:
+                chain.close()
+                save(found, torch.cuda.get_device_name(0))
+    except EngineError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

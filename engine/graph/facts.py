@@ -1,0 +1,61 @@
+"""Which tuned choice an op needs, and the static facts it is made from. Pure: no GPU, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.graph.ir import Graph, Op
+
+GEMV_MAX_ROWS = 8  # decode GEMV up to here, prefill GEMM beyond
+
+Choice = tuple[str, dict[str, Any]]  # op of engine.tune.choose, its key facts
+
+
+def choice(
+    op: Op,
+    graph: Graph,
+    weight_dtype: Callable[[str], torch.dtype],
+    act: torch.dtype,
+    kv_length: int,
+) -> Choice | None:
+    """The choice that configures `op`, or None for ops with nothing to choose.
+
+    weight_dtype: dtype of a weight by name; kv_length: positions a slot's KV has room for.
+    """
+    if op.kind == "linear":
+        (n, k), rows = op.input("w").shape, op.input("x").shape[0]
+        facts = {
+            "n": n, "k": k, "t": rows, "rows": rows, "tp": graph.tp,
+            "weight_dtype": weight_dtype(op.input("w").name),
+            "epilogue": op.attrs.get("epilogue", "store"),
+        }  # fmt: skip
+        return ("gemm" if rows > GEMV_MAX_ROWS else "gemv"), facts
+    if op.kind == "attention":
+        heads = {key: op.attrs[key] for key in ("num_heads", "num_kv_heads", "head_dim")}
+        rows = op.input("q").shape[0]
+        facts = {
+            **heads, "context": kv_length, "rows": rows, "t": rows, "kv_dtype": act,
+            "group": heads["num_heads"] // heads["num_kv_heads"],
+        }  # fmt: skip
+        return f"{graph.phase}_attention", facts
+    if op.kind in {"push", "poll_residual"}:
+        rows, hidden = op.out.shape
+        facts = {
+            "world": graph.tp,
+            "rows": rows,
+            "hidden": hidden,
+            "nbytes": rows * hidden * act.itemsize,
+        }
+        return "all_reduce", facts
+    return None
+
+
+def choices(
+    graph: Graph, weight_dtype: Callable[[str], torch.dtype], act: torch.dtype, kv_length: int
+) -> list[Choice]:
+    """Every choice of a graph, in order, repeats included."""
+    found = (choice(op, graph, weight_dtype, act, kv_length) for op in graph.ops)
+    return [item for item in found if item is not None]
