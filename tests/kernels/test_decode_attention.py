@@ -151,7 +151,7 @@ def test_scores_of_any_size(device: str) -> None:
 
 def test_one_workspace_serves_many_calls(device: str) -> None:
     """Tickets rearm, and stale partials of a longer context never leak into a shorter one."""
-    case = Case(SMOLLM2, [300, 40, 1, 170], [0, 1, 2, 3], FP16, device)
+    case = Case(QWEN_7B_TP4, [300, 40, 1, 170], [0, 1, 2, 3], FP16, device)
     space = case.workspace(max_splits=10)
     first = case.run(_config(), space)
     case.check(first)
@@ -177,7 +177,7 @@ def test_a_slot_gives_the_same_bits_in_any_batch(device: str, heads: Heads) -> N
             assert torch.equal(alone.run(config)[0], together[row])
 
 
-@pytest.mark.parametrize("heads", [QWEN_7B_TP4, SMOLLM2])
+@pytest.mark.parametrize("heads", [QWEN_7B_TP4, Heads(3, 1, 64)])
 def test_prefetch_changes_no_bit(device: str, heads: Heads) -> None:
     """Contexts where the current token opens a tile, ends one, and stands alone in its chunk."""
     case = Case(heads, [64, 65, 1, 33, 97, 300], [0, 1, 2, 3, 4, 5], FP16, device)

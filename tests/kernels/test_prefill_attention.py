@@ -86,6 +86,11 @@ def test_other_groups_and_head_dims(device: str, heads: Heads) -> None:
     _run(heads, 12, 0, 33, 11, FP16, device)
 
 
+@pytest.mark.parametrize("start", range(17))
+def test_diagonal_at_every_offset_in_a_tile(device: str, start: int) -> None:
+    _run(Heads(2, 2, 16), 20, 0, start, 19, FP16, device, block=(16, 16))
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_reference(device: str, request_, dtype) -> None:

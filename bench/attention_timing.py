@@ -1,0 +1,204 @@
+"""Timed points of the attention bench: KV of many layers, one graph over them, checked outputs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as functional
+import triton
+import triton.language as tl
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.attention_workers import Shape, rms
+from engine.kernels import decode_attention as decode
+from engine.kernels import prefill_attention as prefill
+from engine.kernels.decode_attention import DecodeAttentionConfig
+from engine.kernels.prefill_attention import PrefillAttentionConfig
+from engine.kernels.sync import gdc_launch_dependents, gdc_wait
+
+COLD_BYTES = 160e6  # KV walked over by one replay: more than twice the L2
+MAX_LAYERS = 320
+DEVICE = "cuda"
+
+
+@triton.jit
+def touch_kernel(source_ptr, q_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest stand-in for the kernel before attention: copies q."""
+    gdc_launch_dependents()
+    gdc_wait()
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(q_ptr + offs, tl.load(source_ptr + offs, mask=offs < SIZE), mask=offs < SIZE)
+
+
+def graph_us(body: Callable[[], None], calls: int, stop_us: float = 1e9) -> float:
+    """Median time of one of the `calls` calls that `body` makes, us; ends early above `stop_us`."""
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    graph.replay()
+    times: list[float] = []
+    while len(times) < 7:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+        if times[0] > stop_us or (sum(times) * calls > 1.5e4 and len(times) >= 3):
+            break
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes/s of a device-to-device copy, read + write."""
+    a = torch.empty(1 << 29, dtype=torch.int16, device=DEVICE)
+    b = torch.empty_like(a)
+    us = graph_us(lambda: [b.copy_(a) for _ in range(4)], 4)  # type: ignore[func-returns-value]
+    return 2 * a.nbytes / us * 1e6
+
+
+class Pool:
+    """Random K and V elements, cut into layers of the shape asked for."""
+
+    def __init__(self, elements: int):
+        self.flat = torch.empty(2, elements, dtype=torch.bfloat16, device=DEVICE)
+        for part in self.flat.view(-1).split(1 << 27):
+            part.normal_()
+
+    def layers(self, slots: int, shape: Shape, length: int) -> list[tuple[torch.Tensor, ...]]:
+        """[(k, v)] of [slots, NKV, length, D], together beyond the L2 where the pool allows it."""
+        dims = (slots, shape.num_kv_heads, length, shape.head_dim)
+        size = math.prod(dims)
+        count = min(self.flat.shape[1] // size, MAX_LAYERS, 1 + math.ceil(COLD_BYTES / (4 * size)))
+        return [
+            tuple(part[i * size : (i + 1) * size].view(dims) for part in self.flat)
+            for i in range(count)
+        ]
+
+
+class DecodePoint:
+    """One (shape, context, rows): every row in its own slot at the same context."""
+
+    def __init__(self, pool: Pool, shape: Shape, context: int, rows: int):
+        self.shape, self.context, self.rows = shape, context, rows
+        self.layers = pool.layers(rows, shape, context)
+        self.positions = torch.full((rows,), context - 1, dtype=torch.int32, device=DEVICE)
+        self.row_slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+        self.source = torch.randn(rows, shape.num_heads * shape.head_dim, device=DEVICE).bfloat16()
+        self.q, self.out = self.source.clone(), torch.empty_like(self.source)
+        k, v = (x[:1] for x in self.layers[-1])
+        self.want = decode.decode_attention_ref(
+            self.q[:1], k, v, self.positions, self.row_slots[:1], **shape.kwargs
+        )
+        self.touch_us = graph_us(lambda: [self.touch() for _ in self.layers], len(self.layers))  # type: ignore[func-returns-value]
+        self.us: dict[DecodeAttentionConfig, float] = {}
+
+    @property
+    def kv_bytes(self) -> int:
+        s = self.shape
+        return self.rows * self.context * s.num_kv_heads * s.head_dim * 4
+
+    def touch(self) -> None:
+        size = self.source.numel()
+        touch_kernel[(triton.cdiv(size, 1024),)](
+            self.source, self.q, SIZE=size, BLOCK=1024, launch_pdl=True
+        )
+
+    def attend(
+        self, layer: int, config: DecodeAttentionConfig, space, pdl: bool, prefetch: bool
+    ) -> None:
+        k, v = self.layers[layer]
+        decode.decode_attention(
+            self.q, k, v, self.positions, self.row_slots, self.out, space, **self.shape.kwargs,
+            config=config, pdl=pdl, prefetch=prefetch,
+        )  # fmt: skip
+
+    def time(
+        self, config: DecodeAttentionConfig, *, pdl: bool = True, prefetch: bool = True
+    ) -> float:
+        """Time attention adds, us; checks that the graph's last output equals an eager, plain launch."""
+        s = self.shape
+        space = decode.workspace(
+            self.rows, s.num_heads, s.num_kv_heads, s.head_dim, config.num_splits, DEVICE
+        )
+
+        def body() -> None:
+            for layer in range(len(self.layers)):
+                if pdl:
+                    self.touch()
+                self.attend(layer, config, space, pdl, prefetch)
+
+        best = min(self.us.values(), default=1e8)
+        us = graph_us(body, len(self.layers), stop_us=3 * (best + self.touch_us))
+        after_graph = self.out.clone()
+        self.attend(len(self.layers) - 1, config, space, False, False)
+        if not torch.equal(self.out, after_graph) or space.tickets.any():
+            raise RuntimeError("graph and eager outputs differ")
+        error = rms(self.out[:1], self.want)
+        if not error < 4e-3:
+            raise RuntimeError(f"relative RMS error {error:.1e}")
+        return us - self.touch_us if pdl else us
+
+    def sdpa_us(self) -> float:
+        """torch's scaled_dot_product_attention, one row only."""
+        s = self.shape
+        q = self.q[:1].view(1, s.num_heads, 1, s.head_dim)
+        layers = self.layers[:40]
+
+        def body() -> None:
+            for k, v in layers:
+                functional.scaled_dot_product_attention(q, k[:1], v[:1], enable_gqa=True)
+
+        return graph_us(body, len(layers))
+
+
+class PrefillPoint:
+    """One (shape, T): a full chunk, in a slot of at least 8192 positions."""
+
+    def __init__(self, pool: Pool, shape: Shape, tokens: int):
+        self.shape, self.tokens = shape, tokens
+        self.layers = pool.layers(1, shape, max(8192, tokens))[:4]
+        self.q = torch.randn(tokens, shape.num_heads * shape.head_dim, device=DEVICE).bfloat16()
+        self.out = torch.empty_like(self.q)
+
+    def time(self, config: PrefillAttentionConfig, start: int) -> float:
+        request = torch.tensor([0, start, self.tokens], dtype=torch.int32, device=DEVICE)
+
+        def body() -> None:
+            for k, v in self.layers:
+                prefill.prefill_attention(
+                    self.q, k, v, request, self.out, **self.shape.kwargs, config=config
+                )
+
+        return graph_us(body, len(self.layers))
+
+    def sdpa_us(self, backend: SDPBackend) -> float:
+        """torch's scaled_dot_product_attention on the same chunk at start 0."""
+        t, s = self.tokens, self.shape
+        heads = self.q.view(1, t, s.num_heads, s.head_dim).transpose(1, 2)
+
+        def body() -> None:
+            for k, v in self.layers:
+                functional.scaled_dot_product_attention(
+                    heads, k[:, :, :t], v[:, :, :t], is_causal=True, enable_gqa=True
+                )
+
+        with sdpa_kernel(backend):
+            return graph_us(body, len(self.layers))
+
+    def tflops(self, us: float, start: int) -> float:
+        """Of the unmasked (query, key) pairs: 4 D FLOPs each."""
+        t = self.tokens
+        return (
+            4
+            * (t * start + t * (t + 1) / 2)
+            * self.shape.num_heads
+            * self.shape.head_dim
+            / us
+            / 1e6
+        )
