@@ -127,7 +127,7 @@ def main() -> None:
         print(f"written in {time.perf_counter() - begin:.1f} s")
     index = open_checkpoint(options.dir)
     cuda = torch.cuda.is_available()
-    threads = options.threads or (min(16, 4 * options.tp) if cuda else 2)
+    threads = options.threads or (min(16, 4 * options.tp) if cuda else 1)
     devices = {
         r: f"cuda:{r % torch.cuda.device_count()}" if cuda else "cpu" for r in range(options.tp)
     }

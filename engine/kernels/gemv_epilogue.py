@@ -15,12 +15,12 @@ from engine.kernels.packed import pack_halves
 
 
 @triton.jit
-def store_outputs(y, n, row, live, out_ptr, residual_ptr, N: tl.constexpr):
-    """Store and Residual. y: fp32; n: output index; row: decode row; live: which elements exist."""
-    offsets = row * N + n
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + offsets, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=live)
+def store_outputs(y, residual, n, row, live, out_ptr, N: tl.constexpr):
+    """Store and Residual. y: fp32; residual: 16-bit values or None; n: output index; row: decode row;
+    live: which elements exist."""
+    if residual is not None:
+        y += residual.to(tl.float32)
+    tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -46,15 +46,10 @@ def store_push(
 
 
 @triton.jit
-def store_rope(
-    a,
-    b,
+def rope_operands(
     p,
     row,
     live,
-    q_ptr,
-    k_ptr,
-    v_ptr,
     cos_sin_ptr,
     positions_ptr,
     row_slots_ptr,
@@ -62,33 +57,46 @@ def store_rope(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+):
+    """(cos, sin, slot, position) of pair p of row `row`; cos = 1, sin = 0 for v heads. Three dependent loads:
+    to be issued before the sum over K. Padding rows (slot -1) take slot 0's position, which is a valid one."""
+    slot = tl.load(row_slots_ptr + row, mask=row < R, other=-1)
+    position = tl.load(positions_ptr + tl.maximum(slot, 0))
+    table = cos_sin_ptr + position * HEAD_DIM + 2 * p % HEAD_DIM
+    rotates = live & (2 * p // HEAD_DIM < NUM_HEADS + NUM_KV_HEADS)
+    cos = tl.load(table, mask=rotates, other=1.0)
+    sin = tl.load(table + 1, mask=rotates, other=0.0)
+    return cos, sin, slot, position
+
+
+@triton.jit
+def store_rope(
+    a,
+    b,
+    operands,
+    p,
+    row,
+    live,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     MAX_LEN: tl.constexpr,
 ):
     """RopeAppend. (a, b) = y[2p], y[2p+1] of row `row`; heads are q, then k, then v."""
-    head = 2 * p // HEAD_DIM
-    dim = 2 * p % HEAD_DIM
-    slot = tl.load(row_slots_ptr + row, mask=row < R, other=-1)
-    held = slot >= 0
-    slot = tl.maximum(slot, 0)
-    position = tl.load(positions_ptr + slot)
-    table = cos_sin_ptr + position * HEAD_DIM + dim
-    # Padding rows read the position of slot 0, which is a valid one; v heads do not rotate.
-    cos = tl.load(table, mask=live, other=0.0)
-    sin = tl.load(table + 1, mask=live, other=0.0)
-    rotates = head < NUM_HEADS + NUM_KV_HEADS
-    cos = tl.where(rotates, cos, 1.0)
-    sin = tl.where(rotates, sin, 0.0)
+    cos, sin, slot, position = operands
     words = pack_halves(a * cos - b * sin, b * cos + a * sin, q_ptr.dtype.element_ty)
-
+    head = 2 * p // HEAD_DIM
     word_ptr = tl.pointer_type(tl.int32)
-    q_words = q_ptr.to(word_ptr, bitcast=True)
     index = row * (NUM_HEADS * HEAD_DIM // 2) + p
-    tl.store(q_words + index, words, mask=live & (head < NUM_HEADS))
+    tl.store(q_ptr.to(word_ptr, bitcast=True) + index, words, mask=live & (head < NUM_HEADS))
     # Cache element [slot, kv head, position, dim]; more than 2^31 of them at long contexts.
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
     kv_head = tl.where(is_v, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
     line = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * MAX_LEN + position
-    index = line * (HEAD_DIM // 2) + dim // 2
-    owned = live & held & (head >= NUM_HEADS)
+    index = line * (HEAD_DIM // 2) + 2 * p % HEAD_DIM // 2
+    owned = live & (slot >= 0) & (head >= NUM_HEADS)
     tl.store(k_ptr.to(word_ptr, bitcast=True) + index, words, mask=owned & ~is_v)
     tl.store(v_ptr.to(word_ptr, bitcast=True) + index, words, mask=owned & is_v)

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from engine.errors import EngineError
 from engine.kernels.gemv_epilogue import (
+    rope_operands,
     store_outputs,
     store_push,
     store_rope,
@@ -145,34 +146,21 @@ def x_fragment(
 
 
 @gluon.jit
-def finish_block(
-    y, first, rows, x_ptr, out_ptr, residual_ptr, k_cache_ptr, v_cache_ptr, cos_sin_ptr, positions_ptr,
-    row_slots_ptr, table_ptr, push_offset, N: gl.constexpr, R: gl.constexpr, EPILOGUE: gl.constexpr,
-    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    MAX_LEN: gl.constexpr, WORLD: gl.constexpr,
-):  # fmt: skip
-    """Epilogue of outputs first .. first + rows (at most BLOCK_N); y [BLOCK_N, RP] fp32."""
+def pair_index(
+    first, rows, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, RP: gl.constexpr, R: gl.constexpr
+):
+    """(pair, row, live) of the [BLOCK_N / 2, RP] tensors of a block of outputs first .. first + rows."""
+    n = 2 * gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, RP, gl.SliceLayout(0, LAYOUT))[None, :]
+    return (first + n) // 2, row, (n < rows) & (row < R)
+
+
+@gluon.jit
+def split_pairs(y):
+    """[BLOCK_N, RP] -> the even and the odd outputs, [BLOCK_N / 2, RP] each."""
     BLOCK_N: gl.constexpr = y.shape[0]
     RP: gl.constexpr = y.shape[1]
-    if EPILOGUE == "store":
-        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, y.type.layout))[:, None]
-        row = gl.arange(0, RP, gl.SliceLayout(0, y.type.layout))[None, :]
-        store_outputs(y, first + n, row, (n < rows) & (row < R), out_ptr, residual_ptr, N)
-    else:
-        even, odd = gl.split(gl.permute(gl.reshape(y, [BLOCK_N // 2, 2, RP]), [0, 2, 1]))
-        n = 2 * gl.arange(0, BLOCK_N // 2, gl.SliceLayout(1, even.type.layout))[:, None]
-        row = gl.arange(0, RP, gl.SliceLayout(0, even.type.layout))[None, :]
-        live = (n < rows) & (row < R)
-        pair = (first + n) // 2
-        if EPILOGUE == "silu":
-            store_silu(even, odd, pair, row, live, out_ptr, N)
-        elif EPILOGUE == "push":
-            store_push(even, odd, pair, row, live, x_ptr, table_ptr, push_offset, N, WORLD)
-        else:
-            store_rope(
-                even, odd, pair, row, live, out_ptr, k_cache_ptr, v_cache_ptr, cos_sin_ptr, positions_ptr,
-                row_slots_ptr, R, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN,
-            )  # fmt: skip
+    return gl.split(gl.permute(gl.reshape(y, [BLOCK_N // 2, 2, RP]), [0, 2, 1]))
 
 
 @gluon.jit(do_not_specialize=["k_tiles", "push_offset"])
@@ -335,18 +323,36 @@ def gemv_ring_kernel(
             v = gl.reshape(v, [RP, X_TILES * WARPS_K, WARP_K])
             by_chunk.index(c).store(gl.permute(v, [1, 0, 2]))
 
+    PAIRS: gl.constexpr = split_pairs(gl.zeros([BLOCK_N, RP], gl.float32, OUT))[0].type.layout
     slot = first * 0
     last_slot = slot + (STAGES - 1)
     for block in range(blocks):
+        block_first = first + block * BLOCK_N
+        block_rows = rows - block * BLOCK_N
+        # What the epilogue reads is on its way during the sum over K.
+        if EPILOGUE == "store":
+            out_r = gl.arange(0, RP, gl.SliceLayout(0, OUT))[None, :]
+            live = (out_n[:, None] < block_rows) & (out_r < R)
+            index = block_first + out_n[:, None]
+            residual = None
+            if residual_ptr is not None:
+                residual = gl.load(residual_ptr + out_r * N + index, mask=live, other=0.0)
+        else:
+            pair, row, live = pair_index(block_first, block_rows, PAIRS, BLOCK_N, RP, R)
+            if EPILOGUE == "rope":
+                operands = rope_operands(
+                    pair, row, live, cos_sin_ptr, positions_ptr, row_slots_ptr, R, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM,
+                )  # fmt: skip
         acc = gl.zeros([WARPS_K, BLOCK_N, RP], gl.float32, MMA)
         for kt in range(k_tiles):
-            if STAGE_X:
-                x = staged.index(kt).permute([0, 2, 1]).load(X_FRAGMENT)
-            else:
+            if not STAGE_X:
                 x = x_fragment(
                     x_ptr, norm_ptr, factor, kt, R, K, RP, WARPS_K, WARP_K, MATH, X_FRAGMENT
                 )
             async_copy.wait_group(STAGES - 2)
+            if STAGE_X:
+                x = staged.index(kt).permute([0, 2, 1]).load(X_FRAGMENT)
             w = ring.index(slot).load(W_FRAGMENT)
             if next_block < blocks:
                 copy_tile(
@@ -362,21 +368,29 @@ def gemv_ring_kernel(
             acc = mma_v2(w.to(MATH), x, acc)
 
         y = gl.convert_layout(gl.sum(acc, 0), OUT)
-        done = (block + 1) * BLOCK_N
         if SCALED:
             y = y * inverse
         # Scales and biases of the next block are fetched under its K loop.
+        following = out_n + (block + 1) * BLOCK_N
         if scale_ptr is not None:
             y = y * scale[:, None]
-            scale = gl.load(scale_ptr + first + done + out_n, mask=out_n < rows - done, other=0.0)
+            scale = gl.load(scale_ptr + first + following, mask=following < rows, other=0.0)
         if bias_ptr is not None:
             y = y + bias[:, None].to(gl.float32)
-            bias = gl.load(bias_ptr + first + done + out_n, mask=out_n < rows - done, other=0.0)
-        finish_block(
-            y, first + done - BLOCK_N, rows - (done - BLOCK_N), x_ptr, out_ptr, residual_ptr, k_cache_ptr,
-            v_cache_ptr, cos_sin_ptr, positions_ptr, row_slots_ptr, table_ptr, push_offset,
-            N, R, EPILOGUE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_LEN, WORLD,
-        )  # fmt: skip
+            bias = gl.load(bias_ptr + first + following, mask=following < rows, other=0.0)
+        if EPILOGUE == "store":
+            store_outputs(y, residual, index, out_r, live, out_ptr, N)
+        else:
+            even, odd = split_pairs(y)
+            if EPILOGUE == "silu":
+                store_silu(even, odd, pair, row, live, out_ptr, N)
+            elif EPILOGUE == "push":
+                store_push(even, odd, pair, row, live, x_ptr, table_ptr, push_offset, N, WORLD)
+            else:
+                store_rope(
+                    even, odd, operands, pair, row, live, out_ptr, k_cache_ptr, v_cache_ptr, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, MAX_LEN,
+                )  # fmt: skip
 
 
 @dataclass(frozen=True)

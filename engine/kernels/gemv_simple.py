@@ -7,7 +7,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.gemv_epilogue import store_outputs, store_push, store_rope, store_silu
+from engine.kernels.gemv_epilogue import (
+    rope_operands,
+    store_outputs,
+    store_push,
+    store_rope,
+    store_silu,
+)
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 
@@ -132,7 +138,10 @@ def gemv_kernel(
         if bias_ptr is not None:
             y += bias
         if EPILOGUE == "store":
-            store_outputs(y, n, r, n < N, out_ptr, residual_ptr, N)
+            residual = None
+            if residual_ptr is not None:
+                residual = tl.load(residual_ptr + r * N + n, mask=n < N, other=0.0)
+            store_outputs(y, residual, n, r, n < N, out_ptr, N)
         else:
             even, odd = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))
             p = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -142,21 +151,11 @@ def gemv_kernel(
             elif EPILOGUE == "push":
                 store_push(even, odd, p, r, live, x_ptr, table_ptr, push_offset, N, WORLD)
             else:
-                store_rope(
-                    even,
-                    odd,
-                    p,
-                    r,
-                    live,
-                    out_ptr,
-                    k_cache_ptr,
-                    v_cache_ptr,
-                    cos_sin_ptr,
-                    positions_ptr,
-                    row_slots_ptr,
-                    R,
-                    NUM_HEADS,
-                    NUM_KV_HEADS,
+                operands = rope_operands(
+                    p, r, live, cos_sin_ptr, positions_ptr, row_slots_ptr, R, NUM_HEADS, NUM_KV_HEADS,
                     HEAD_DIM,
-                    MAX_LEN,
-                )
+                )  # fmt: skip
+                store_rope(
+                    even, odd, operands, p, r, live, out_ptr, k_cache_ptr, v_cache_ptr, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, MAX_LEN,
+                )  # fmt: skip

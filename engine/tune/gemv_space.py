@@ -8,7 +8,7 @@ import torch
 
 from engine.errors import EngineError
 from engine.kernels.gemv import GemvConfig, weight_name
-from engine.kernels.gemv_ring import SHARED_BYTES, ring_shape
+from engine.kernels.gemv_ring import ring_shape
 
 
 def candidates(
@@ -22,27 +22,33 @@ def candidates(
     name = weight_name(weight_dtype)
     size = 1 if name == "fp8" else 2
     found: dict[GemvConfig, None] = {}
-    for block_n, block_k, warps in product((2, 4, 8, 16), (512, 1024, 2048), (4, 8)):
-        if 16 <= block_n * block_k * size // (32 * warps) <= 64 and block_k <= 2 * k:
+    for block_n, block_k, warps in product((2, 4, 8), (512, 1024), (4, 8)):
+        if 16 <= block_n * block_k * size // (32 * warps) <= 32 and block_k <= 2 * k:
             found[GemvConfig("simple", block_n, block_k, warps)] = None
     w_dtype = torch.float8_e4m3fn if size == 1 else torch.bfloat16
-    for block_n, bytes_k, (warps, warps_k), stages, per_sm in product(
-        (16, 32, 64), (256, 512, 1024), ((4, 2), (4, 4), (8, 4), (8, 8), (4, 1), (8, 2)),
-        (3, 4, 6, 8, 12), (1, 2),
-    ):  # fmt: skip
-        config = GemvConfig(
-            "ring", block_n, bytes_k // size, warps, stages, sm_count * per_sm, warps_k, per_sm
-        )
-        held = block_n * bytes_k * (stages - 1) * per_sm
-        if not 48 << 10 <= held <= SHARED_BYTES or bytes_k // size > k:
+    for block_n, bytes_k, (warps, warps_k), per_sm in product(
+        (16, 32, 64), (256, 512, 1024), ((4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)), (1, 2)
+    ):
+        if bytes_k // size > k:
             continue
-        try:
-            ring_shape(
-                n, k, rows, torch.bfloat16, w_dtype, block_n=config.block_n, block_k=config.block_k,
-                stages=stages, num_warps=warps, warps_k=warps_k, programs=config.programs,
-                programs_per_sm=per_sm,
-            )  # fmt: skip
-        except EngineError:
-            continue
-        found[config] = None
+        deepest = [
+            config for stages in (12, 8, 6, 4, 3)
+            if _fits(config := GemvConfig(
+                "ring", block_n, bytes_k // size, warps, stages, sm_count * per_sm, warps_k, per_sm
+            ), n, k, rows, w_dtype)
+            and block_n * bytes_k * (stages - 1) * per_sm >= 64 << 10
+        ]  # fmt: skip
+        found.update(dict.fromkeys(deepest[:1]))  # the deepest ring that fits: bytes in flight
     return list(found)
+
+
+def _fits(config: GemvConfig, n: int, k: int, rows: int, w_dtype: torch.dtype) -> bool:
+    try:
+        ring_shape(
+            n, k, rows, torch.bfloat16, w_dtype, block_n=config.block_n, block_k=config.block_k,
+            stages=config.stages, num_warps=config.num_warps, warps_k=config.warps_k,
+            programs=config.programs, programs_per_sm=config.programs_per_sm,
+        )  # fmt: skip
+    except EngineError:
+        return False
+    return True
