@@ -110,9 +110,9 @@ def load_ranks(
     """rank -> spec name -> weight, for the ranks of `devices`, in one pass over the files.
 
     `threads` threads take the weights in order, all ranks' slices of one before the next (default 4 a
-    CUDA rank up to 16; 1 on CPU, where torch itself uses every core). A `CheckpointSource` is first checked against the specs. A weight
-    whose rows are rows of another (lm_head of tied embeddings) is a view of it. Raises CheckpointError,
-    before any tensor is read except for NaN or inf, which are found at the end.
+    CUDA rank up to 16; 1 on CPU, where torch itself uses every core). A `CheckpointSource` is first
+    checked against the specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a
+    view of it. Raises CheckpointError: before any tensor is read, but for NaN or inf, found at the end.
     """
     specs = list(specs.values() if isinstance(specs, Mapping) else specs)
     if isinstance(source, CheckpointSource):
