@@ -2,10 +2,11 @@
 
     python -m bench.load --model qwen2.5-72b --tp 2 --dir /tmp/ckpt [--layers 40] [--format fp8|bf16]
 
-Writes a checkpoint of that shape (arbitrary valid values) if the folder has none, reads its files plainly
-with as many threads as the loader uses, then loads it on all ranks, then plainly again. Files that were
-just written lie in the page cache: the figure is of the loader, not of a disk; --drop-caches (root) asks
-the kernel to forget them before each pass. Rows: load_gb_s (share = of the faster plain read), load_s.
+Writes a checkpoint of that shape (arbitrary valid values) if the folder has none, reads its files
+plainly with as many threads as the loader uses, then loads it on all ranks, then plainly again.
+Files that were just written lie in the page cache: the figure is of the loader, not of a disk;
+--drop-caches (root) asks the kernel to forget them before each pass. Rows: load_gb_s (share = of
+the faster plain read), load_s.
 """
 
 from __future__ import annotations

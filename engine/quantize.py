@@ -1,9 +1,11 @@
-"""`python -m engine.quantize SRC DST`: a BF16/FP16/FP32 checkpoint -> an FP8 one, as compressed-tensors.
+"""`python -m engine.quantize SRC DST`: a BF16/FP16/FP32 checkpoint -> an FP8 one, as
+compressed-tensors.
 
 Every linear layer of the decoder becomes float8_e4m3fn [N, K] with one scale a row (`weight_scale`
-[N, 1], format "float-quantized", dynamic per-token activations); embeddings, norms, biases and lm_head
-stay. This engine and transformers (with the compressed-tensors package) load the result to the same
-weights: scales are bf16, the type transformers holds them in, rounded up, so that no value passes 448.
+[N, 1], format "float-quantized", dynamic per-token activations); embeddings, norms, biases and
+lm_head stay. This engine and transformers (with the compressed-tensors package) load the result to
+the same weights: scales are bf16, the type transformers holds them in, rounded up, so that no value
+passes 448.
 """
 
 from __future__ import annotations
@@ -157,7 +159,8 @@ def _convert(
 
 
 def _plan_shards(index: CheckpointIndex, shard_bytes: int) -> list[list[str]]:
-    """Source names of each output shard, in file order: at most `shard_bytes` unless one tensor is."""
+    """Source names of each output shard, in file order: at most `shard_bytes` unless one tensor
+    is."""
     shards: list[list[str]] = []
     room = 0
     for name in sorted(

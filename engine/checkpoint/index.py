@@ -1,7 +1,8 @@
 """A Hugging Face model directory opened by its headers alone: name -> (file, dtype, shape).
 
-Everything that can be wrong with a checkpoint is found here, before a tensor is read or a GPU touched.
-Problems of one kind are listed together in one CheckpointError, each with its file or tensor.
+Everything that can be wrong with a checkpoint is found here, before a tensor is read or a GPU
+touched. Problems of one kind are listed together in one CheckpointError, each with its file or
+tensor.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class CheckpointIndex:
 
     @property
     def quantization(self) -> str | None:
-        """ "fp8" for an FP8 checkpoint: the value of --quantization that keeps it as it is stored."""
+        """ "fp8" for an FP8 checkpoint: the value of --quantization that keeps it as it is
+        stored."""
         return "fp8" if self.scheme else None
 
     def is_fp8(self, name: str) -> bool:
@@ -62,8 +64,9 @@ class CheckpointIndex:
         return info is not None and info.dtype == "F8_E4M3"
 
     def adapt(self, specs: Mapping[str, WeightSpec]) -> dict[str, WeightSpec]:
-        """The specs as an FP8 checkpoint stores them: a weight of which any part is stored in 16 bits
-        (its `ignore` list) is not quantised either. Of any other checkpoint: the same specs."""
+        """The specs as an FP8 checkpoint stores them: a weight of which any part is stored in 16
+        bits (its `ignore` list) is not quantised either. Of any other checkpoint: the same
+        specs."""
         if self.scheme is None:
             return dict(specs)
         return {
@@ -76,9 +79,9 @@ class CheckpointIndex:
     def check(self, specs: Iterable[WeightSpec]) -> None:
         """Compare with what the model asks for: names (missing, unknown), shapes, dtypes, scales.
 
-        Raises CheckpointError. Ignored: rotary inv_freq buffers, an lm_head.weight that no spec asks
-        for (tied embeddings; `CheckpointSource` compares it with the embedding), and the scales of
-        activations and KV cache of an FP8 checkpoint."""
+        Raises CheckpointError. Ignored: rotary inv_freq buffers, an lm_head.weight that no spec
+        asks for (tied embeddings; `CheckpointSource` compares it with the embedding), and the
+        scales of activations and KV cache of an FP8 checkpoint."""
         specs = list(specs)
         expected = expected_shapes(specs)
         self._check_names(expected)

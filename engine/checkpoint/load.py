@@ -50,9 +50,11 @@ def is_quantized(spec: WeightSpec, quantization: str | None) -> bool:
 
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] -> (float8_e4m3fn [N, K], fp32 scale [N]): scale = max|row| / 448, round to nearest even.
+    """[N, K] -> (float8_e4m3fn [N, K], fp32 scale [N]): scale = max|row| / 448, round to nearest
+    even.
 
-    A row of zeros gets scale 1. A row with NaN or inf gets a non-finite scale, which loading refuses.
+    A row of zeros gets scale 1. A row with NaN or inf gets a non-finite scale, which loading
+    refuses.
     """
     rows = max(1, _QUANTIZE_CHUNK // max(1, weight.shape[1]))
     quantized = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
@@ -109,10 +111,11 @@ def load_ranks(
 ) -> dict[int, dict[str, Loaded]]:
     """rank -> spec name -> weight, for the ranks of `devices`, in one pass over the files.
 
-    `threads` threads take the weights in order, all ranks' slices of one before the next (default 4 a
-    CUDA rank up to 16; 1 on CPU, where torch itself uses every core). A `CheckpointSource` is first
-    checked against the specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a
-    view of it. Raises CheckpointError: before any tensor is read, but for NaN or inf, found at the end.
+    `threads` threads take the weights in order, all ranks' slices of one before the next (default 4
+    a CUDA rank up to 16; 1 on CPU, where torch itself uses every core). A `CheckpointSource` is
+    first checked against the specs. A weight whose rows are rows of another (lm_head of tied
+    embeddings) is a view of it. Raises CheckpointError: before any tensor is read, but for NaN or
+    inf, found at the end.
     """
     specs = list(specs.values() if isinstance(specs, Mapping) else specs)
     if isinstance(source, CheckpointSource):

@@ -1,4 +1,5 @@
-"""Does it fit? Weights, KV cache, workspace and graphs per rank, added up before anything is allocated."""
+"""Does it fit? Weights, KV cache, workspace and graphs per rank, added up before anything is
+allocated."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class MemoryTable:
 def weight_bytes(
     specs: Iterable[WeightSpec], rank: int, dtype: torch.dtype, quantization: str | None = None
 ) -> int:
-    """Bytes of one rank's weights and scales, exactly as `load_rank` allocates them (tied views: 0)."""
+    """Bytes of one rank's weights and scales, exactly as `load_rank` allocates them (tied views:
+    0)."""
     specs = list(specs)
     aliases = find_aliases(specs, rank, quantization)
     total = 0
@@ -121,13 +123,14 @@ def check_fit(
     `device_bytes` the total memory of each visible device; workspace and graphs are of one rank.
     max_model_len None: the model's own limit, or what memory holds (`table.need.context`).
 
-    Raises EngineError if it does not fit, naming the flags that mend it: other TP degrees on the devices
-    at hand, FP8, a shorter context, fewer slots; only what has been computed to fit."""
+    Raises EngineError if it does not fit, naming the flags that mend it: other TP degrees on the
+    devices at hand, FP8, a shorter context, fewer slots; only what has been computed to fit."""
     smallest = min(device_bytes)
 
     def table(tp: int, quantization: str | None, context: int) -> MemoryTable:
         specs = list(specs_at(tp))
-        # The last rank may pad its vocabulary and then cannot share a tied lm_head with the embedding.
+        # The last rank may pad its vocabulary and then cannot share a tied lm_head with the
+        # embedding.
         weights = max(weight_bytes(specs, rank, dtype, quantization) for rank in {0, tp - 1})
         kv = kv_bytes_per_token(config, tp, dtype)
         need = MemoryNeed(weights, kv, context, num_slots, workspace_bytes, graph_bytes)

@@ -1,8 +1,9 @@
-"""The header of one safetensors file: names, dtypes, shapes and byte offsets, read without any data.
+"""The header of one safetensors file: names, dtypes, shapes and byte offsets, read without any
+data.
 
-Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length n, n bytes of JSON
-`{name: {"dtype", "shape", "data_offsets": [begin, end]}}`, then the data. The file must end where the
-last tensor ends, so a truncated download is found here, before any tensor is read.
+Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length n, n bytes of
+JSON `{name: {"dtype", "shape", "data_offsets": [begin, end]}}`, then the data. The file must end
+where the last tensor ends, so a truncated download is found here, before any tensor is read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-# Bytes per element of every dtype the format names; the engine can read those of `source.TORCH_DTYPES`.
+# Bytes per element of every dtype the format names; the engine can read those of
+# `source.TORCH_DTYPES`.
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -39,7 +41,8 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Tensors of one file by name. Raises BadFile: absent, Git LFS pointer, truncated or damaged."""
+    """Tensors of one file by name. Raises BadFile: absent, Git LFS pointer, truncated or
+    damaged."""
     try:
         size = file.stat().st_size
         with file.open("rb") as f:

@@ -1,7 +1,8 @@
 """FP8 checkpoints as they are on the hub: which schemes are read, and what their scales look like.
 
-A stored weight is float8_e4m3fn [N, K]; its value is weight * scale. All of these multiply, whatever
-the name: `weight_scale` (compressed-tensors, AutoFP8, ModelOpt) and `weight_scale_inv` (block FP8).
+A stored weight is float8_e4m3fn [N, K]; its value is weight * scale. All of these multiply,
+whatever the name: `weight_scale` (compressed-tensors, AutoFP8, ModelOpt) and `weight_scale_inv`
+(block FP8).
 
 | scheme (quant_method, format) | scale tensor | shape |
 |---|---|---|
@@ -44,14 +45,16 @@ _FP8_ONLY = {"weight_scale", "weight_scale_inv"}
 
 @dataclass(frozen=True)
 class Scheme:
-    """A quantisation that is read: its name for messages, and the side of a scale block (0: none)."""
+    """A quantisation that is read: its name for messages, and the side of a scale block (0:
+    none)."""
 
     name: str
     block: int = 0
 
 
 def scheme_of(directory: Path) -> Scheme | None:
-    """Scheme of a directory from config.json or ModelOpt's hf_quant_config.json; None: not quantised.
+    """Scheme of a directory from config.json or ModelOpt's hf_quant_config.json; None: not
+    quantised.
 
     Raises CheckpointError that names a scheme which is not read."""
     for file in ("config.json", "hf_quant_config.json"):
@@ -78,7 +81,8 @@ def refuse_unknown_quantized(
 
 
 def scale_of(weight: TensorInfo, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
-    """The scale tensor of a stored FP8 weight `X.weight`: `X.weight_scale` or `X.weight_scale_inv`."""
+    """The scale tensor of a stored FP8 weight `X.weight`: `X.weight_scale` or
+    `X.weight_scale_inv`."""
     return tensors.get(weight.name + "_scale") or tensors.get(weight.name + "_scale_inv")
 
 

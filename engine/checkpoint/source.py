@@ -1,7 +1,7 @@
 """Where weights come from: one rank's slice of one HF tensor at a time.
 
-`CheckpointSource` maps the files and copies only the slice; `DummySource` makes random weights that are
-the same for every TP degree and every device.
+`CheckpointSource` maps the files and copies only the slice; `DummySource` makes random weights that
+are the same for every TP degree and every device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def padding(part: Part, rank: int) -> int:
 
 
 def apply_layout(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """`rope_pairs`: rows (0, d/2, 1, d/2+1, ...) of each head of d rows; weight [heads*d, K] or bias."""
+    """`rope_pairs`: rows (0, d/2, 1, d/2+1, ...) of each head of d rows; weight [heads*d, K] or
+    bias."""
     if part.layout == "natural":
         return tensor
     rows, d = tensor.shape[0], part.head_dim
@@ -78,8 +79,9 @@ def _pad(tensor: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
 
 
 class CheckpointSource:
-    """A Hugging Face directory. On the CPU a slice is a view of the mapped file; on a CUDA device it is
-    read through pinned buffers. Either way only the slice's bytes (a column slice's rows) are touched."""
+    """A Hugging Face directory. On the CPU a slice is a view of the mapped file; on a CUDA device
+    it is read through pinned buffers. Either way only the slice's bytes (a column slice's rows) are
+    touched."""
 
     def __init__(self, checkpoint: str | Path | CheckpointIndex):
         """Raises CheckpointError for whatever `open_checkpoint` finds."""
@@ -160,8 +162,8 @@ class CheckpointSource:
     def _read_scale(
         self, part: Part, rank: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """fp32 [rows or 1, 1 or column blocks] of this rank's slice, and for block scales the block of
-        each local column. Blocks are those of the whole tensor: a shard may begin inside one."""
+        """fp32 [rows or 1, 1 or column blocks] of this rank's slice, and for block scales the block
+        of each local column. Blocks are those of the whole tensor: a shard may begin inside one."""
         info = scale_of(self.index.tensors[part.name], self.index.tensors)
         if info is None:
             raise CheckpointError(f"{self.index.directory}: {part.name} has no scale")
@@ -178,8 +180,8 @@ class CheckpointSource:
         return (scale.view(1, 1) if scale.numel() == 1 else scale.view(-1, 1)[rows]), None
 
     def check_tied(self, specs: Iterable[WeightSpec]) -> None:
-        """A checkpoint of tied embeddings may carry an lm_head.weight that no spec asks for; if it is
-        not the embedding (64 rows compared), tying would change the model: CheckpointError."""
+        """A checkpoint of tied embeddings may carry an lm_head.weight that no spec asks for; if it
+        is not the embedding (64 rows compared), tying would change the model: CheckpointError."""
         names = {part.name for spec in specs for part in spec.parts}
         head = self.index.tensors.get("lm_head.weight")
         table = self.index.tensors.get("model.embed_tokens.weight")
@@ -216,12 +218,13 @@ class CheckpointSource:
 class DummySource:
     """Random weights for benchmarks and tests: finite over any depth, quick to make, reproducible.
 
-    Row i of a tensor is a window of one pool of normal numbers, at an offset drawn from
-    (seed, name, i): so any slice of any TP degree is exactly the slice of the same whole tensor, CPU
-    and CUDA agree, and making a slice costs one gather out of a pool that stays in the L2 cache.
-    Scales: a linear has std 1/sqrt(fan in), o_proj and down_proj another 1/sqrt(2 * layers), so that
-    the residual stream grows by at most a factor of about sqrt(2) over all layers; norm weights are
-    1 +- 0.05, biases +- 0.05; embeddings 1, or 1/sqrt(hidden) when they are also the lm_head.
+    Row i of a tensor is a window of one pool of normal numbers, at an offset drawn from (seed,
+    name, i): so any slice of any TP degree is exactly the slice of the same whole tensor, CPU and
+    CUDA agree, and making a slice costs one gather out of a pool that stays in the L2 cache.
+    Scales: a linear has std 1/sqrt(fan in), o_proj and down_proj another 1/sqrt(2 * layers), so
+    that the residual stream grows by at most a factor of about sqrt(2) over all layers; norm
+    weights are 1 +- 0.05, biases +- 0.05; embeddings 1, or 1/sqrt(hidden) when they are also the
+    lm_head.
     """
 
     POOL = 1 << 20  # distinct windows

@@ -1,6 +1,6 @@
-"""File -> device through two small pinned buffers a thread: the read of one chunk overlaps the transfer
-of the chunk before it. `preadv` goes straight into pinned memory, without the page faults of a mapping
-and without the GIL, so that threads add up."""
+"""File -> device through two small pinned buffers a thread: the read of one chunk overlaps the
+transfer of the chunk before it. `preadv` goes straight into pinned memory, without the page faults
+of a mapping and without the GIL, so that threads add up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Staging:
         stop: int,
         device: torch.device,
     ) -> torch.Tensor:
-        """[start, stop) along `axis` (0, 1 or None: all) of a 1-D or 2-D tensor, contiguous on `device`.
+        """[start, stop) along `axis` (0, 1 or None: all) of a 1-D or 2-D tensor, contiguous on
+        `device`.
 
         Raises CheckpointError if the file ends early or cannot be read."""
         shape = list(info.shape)

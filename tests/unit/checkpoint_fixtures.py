@@ -10,8 +10,8 @@ import torch
 from engine.config import ModelConfig, from_dir
 from engine.weights import Part, WeightSpec
 
-# Odd on purpose: groups of 7 query heads, an MLP that is no multiple of 128, a vocabulary that no TP
-# degree's shards divide.
+# Odd on purpose: groups of 7 query heads, an MLP that is no multiple of 128, a vocabulary that no
+# TP degree's shards divide.
 SHAPE = dict(
     vocab_size=203,
     hidden_size=112,
@@ -44,8 +44,9 @@ def save_model(
 
 
 def specs_of(directory: Path, tp: int = 1) -> dict[str, WeightSpec]:
-    """The specs that the compiled graph of a directory's model asks for: q, k, v stacked with rows in
-    RoPE pairs, gate and up interleaved, o and down split along K, lm_head split over the vocabulary."""
+    """The specs that the compiled graph of a directory's model asks for: q, k, v stacked with rows
+    in RoPE pairs, gate and up interleaved, o and down split along K, lm_head split over the
+    vocabulary."""
     return specs_for(from_dir(directory), tp)
 
 
@@ -111,9 +112,9 @@ def edit_json(file: Path, **changes) -> None:
 def store_fp8(
     directory: Path, kind: str, block: int = 32, keep: tuple[str, ...] = ()
 ) -> dict[str, torch.Tensor]:
-    """Rewrite a single-file checkpoint's linear layers in FP8 as `kind` stores them, with random scales
-    that differ by powers of ten; `keep` names modules left in their dtype. Returns the value of every
-    tensor, fp32: what a loader must see."""
+    """Rewrite a single-file checkpoint's linear layers in FP8 as `kind` stores them, with random
+    scales that differ by powers of ten; `keep` names modules left in their dtype. Returns the value
+    of every tensor, fp32: what a loader must see."""
     from safetensors.torch import load_file, save_file
 
     file = directory / "model.safetensors"

@@ -1,4 +1,5 @@
-"""FP8 checkpoints in each format of the hub: right values at every TP degree, bad scales refused."""
+"""FP8 checkpoints in each format of the hub: right values at every TP degree, bad scales
+refused."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def stored(plain, tmp_path_factory) -> dict[str, tuple[Path, dict[str, torch.Ten
 
 
 class Sliced(Memory):
-    """A source over whole fp32 tensors, cut with plain indexing: the reference for CheckpointSource."""
+    """A source over whole fp32 tensors, cut with plain indexing: the reference for
+    CheckpointSource."""
 
     def read(self, part: Part, rank: int, device) -> torch.Tensor:
         whole = self.tensors[part.name]
@@ -68,7 +70,8 @@ def load(directory: Path, rank: int, tp: int, quantization="fp8", dtype=torch.fl
 @pytest.mark.parametrize("tp", TP)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_in_16_bits_or_32(stored, kind, tp):
-    """quantization=None dequantises: exactly the stored values, also where a shard begins in a block."""
+    """quantization=None dequantises: exactly the stored values, also where a shard begins in a
+    block."""
     directory, values = stored[kind]
     for rank in range(tp):
         specs, got = load(directory, rank, tp, None)

@@ -128,9 +128,10 @@ def test_threads_and_ranks_in_one_pass_change_nothing(directory, quantization):
 
 
 def fp8_bound(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """|w - q s| element by element. e4m3 has 3 mantissa bits: nearest rounding errs by at most 2^-4 of
-    a normal value (>= 2^-6) and by 2^-10 (half of the subnormal step 2^-9) below. The fp32 division
-    moves w / s by 2^-24 of itself, the clamp at 448 by 2^-23 (the rounding of s): 2^-22 |w| covers both.
+    """|w - q s| element by element. e4m3 has 3 mantissa bits: nearest rounding errs by at most 2^-4
+    of a normal value (>= 2^-6) and by 2^-10 (half of the subnormal step 2^-9) below. The fp32
+    division moves w / s by 2^-24 of itself, the clamp at 448 by 2^-23 (the rounding of s): 2^-22
+    |w| covers both.
     """
     size, step = weight.abs().double(), scale[:, None].double()
     return torch.maximum(size * 2**-4, step * 2**-10) + size * 2**-22

@@ -108,7 +108,8 @@ def test_rope_pairs_rotate_as_the_half_style_does():
 
 
 def test_kv_heads_fewer_than_ranks_are_replicated(directory, whole):
-    """The same 2 KV heads of 16 rows for ranks 0-3 and 4-7, from a file and from the dummy source."""
+    """The same 2 KV heads of 16 rows for ranks 0-3 and 4-7, from a file and from the dummy
+    source."""
     name = "model.layers.0.self_attn.v_proj.weight"
     config = replace(TINY, num_kv_heads=2)
     starts = [16 * config.kv_head_of_rank(rank, 8) for rank in range(8)]

@@ -1,4 +1,5 @@
-"""Model and engine configuration: every error, the presets, shard sizes, both generations of config.json."""
+"""Model and engine configuration: every error, the presets, shard sizes, both generations of
+config.json."""
 
 from __future__ import annotations
 
