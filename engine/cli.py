@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if name not in commands():
         return run(lambda: _unknown(name))
-    return importlib.import_module(f"engine.{name}").main(rest)
+    return importlib.import_module(f"engine.{name}").main(rest) or 0
 
 
 def _unknown(name: str) -> int:

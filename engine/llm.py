@@ -107,7 +107,7 @@ class LLM:
 
         One SamplingParams serves all prompts, or give one each. use_tqdm None shows a bar on a
         terminal for more than one prompt. Every prompt is checked before any starts: RequestError
-        names the prompt's index. DeviceError if the device fails; the LLM must then be closed.
+        names the prompt's index. DeviceError if the device fails: all running requests end.
         """
         arrival = time.perf_counter()
         batch = as_batch(prompts)

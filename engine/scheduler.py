@@ -44,6 +44,7 @@ class Executor(Protocol):
     def read(self, step: int) -> list[int]: ...
     def logits(self, step: int) -> torch.Tensor: ...
     def prompt_logits(self, slot: int, token_ids: Sequence[int]) -> torch.Tensor: ...
+    def recover(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Scheduler:
         self._running: dict[int, Request] = {}  # slot -> request
         self._free = list(range(executor.num_slots))  # heap: the lowest slot first
         self._steps: deque[_Step] = deque()  # queued and unread, oldest first
-        self._failure: DeviceError | None = None
+        self._unsure = False  # a step may have been queued whose handle was lost
+        self._failure: DeviceError | None = None  # set if the device could not be recovered
 
     @property
     def has_work(self) -> bool:
@@ -78,10 +80,15 @@ class Scheduler:
         """Queue a request; it starts when a slot is free, in the order of add()."""
         if self._failure is not None:
             raise DeviceError(f"the engine stopped after a device failure: {self._failure}")
+        if self._unsure and not self.has_work:
+            self._recover()
         self._waiting.append(request)
 
     def step(self) -> list[tuple[Request, Delta]]:
-        """Queue what may be queued, read the oldest step, and return what its tokens made certain."""
+        """Queue what may be queued, read the oldest step, and return what its tokens made certain.
+
+        A DeviceError ends every request; the engine can serve new ones if the device recovers.
+        """
         try:
             self._launch()
             if not self._steps:
@@ -91,9 +98,14 @@ class Scheduler:
             self._steps.popleft()
             entries = self._logprobs(step, tokens)
         except DeviceError as e:
-            self._failure = e
             self.abort_all()
-            self._steps.clear()
+            try:
+                self._recover()
+            except Exception:  # whatever a lost device raises
+                self._failure = e
+            raise
+        except BaseException:  # Ctrl-C, perhaps between queueing a step and noting its handle
+            self._unsure = True
             raise
         updates = []
         for request, token, entry in zip(step.rows, tokens, entries, strict=True):
@@ -119,6 +131,12 @@ class Scheduler:
     def abort_all(self) -> None:
         for request in [*self._running.values(), *self._waiting]:
             self.abort(request)
+
+    def _recover(self) -> None:
+        """Forget all queued steps, here and on the device. Only while no request runs."""
+        self._steps.clear()
+        self._executor.recover()
+        self._unsure = False
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None

@@ -95,6 +95,10 @@ class CpuExecutor:
         check_prompt(slot, len(token_ids), 0, self.num_slots, self.max_model_len)
         return self._whole(self._prompt_step(slot, token_ids, 0, "all"))
 
+    def recover(self) -> None:
+        """Drop queued steps."""
+        self._queue.clear()
+
     def close(self) -> None:
         self._programs.clear()
         self._states, self._weights = [], []

@@ -41,6 +41,9 @@ class Executor(Protocol):
     def prompt_logits(self, slot: int, token_ids: Sequence[int]) -> torch.Tensor:
         """fp32 CPU [len, vocab_size]: row i predicts token i + 1. Fills the slot's KV like prefill."""
 
+    def recover(self) -> None:
+        """After an error or a lost handle: drop queued steps. Slots must be prefilled anew."""
+
     def close(self) -> None:
         """Free everything. Idempotent."""
 

@@ -55,6 +55,8 @@ class FakeExecutor:
         self.deepest = 0
         self.batches: list[int] = []
         self.closed = 0
+        self.dead = False
+        self.lose_handle_at: int | None = None  # the step interrupted as it is queued, once
         self.fail_at: int | None = None  # the read that raises
         self.interrupt_at: int | None = None  # the read that is interrupted, once
 
@@ -81,6 +83,9 @@ class FakeExecutor:
             tokens.append(token)
         self.results.append(tokens)
         self.rows.append(torch.stack(rows))
+        if self.lose_handle_at == len(self.results) - 1:
+            self.lose_handle_at = None
+            raise KeyboardInterrupt
         self.deepest = max(self.deepest, len(self.results) - self.next_read)
         assert len(self.results) - self.next_read <= self.max_in_flight + 1, "too far ahead"
         return len(self.results) - 1
@@ -120,6 +125,12 @@ class FakeExecutor:
         ids = list(token_ids)
         following = [*ids[1:], 0]
         return torch.stack([self._logits(ids[: i + 1], following[i]) for i in range(len(ids))])
+
+    def recover(self):
+        if self.dead:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        self.next_read = len(self.results)
+        self.history.clear()
 
     def close(self):
         self.closed += 1

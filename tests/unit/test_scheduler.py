@@ -211,9 +211,25 @@ def test_abort_frees_the_slot_for_the_next():
     assert not scheduler.has_work and third.token_ids == []
 
 
-def test_a_device_failure_ends_all_and_is_remembered():
+def test_a_lost_handle_is_recovered_from():
+    """Ctrl-C between queueing a step and noting it, then the aborts that unwinding makes."""
     executor = FakeExecutor(num_slots=2)
-    executor.fail_at = 3
+    executor.lose_handle_at = 3
+    scheduler = Scheduler(executor)
+    scheduler.add(make(executor, 0, [1], max_tokens=9))
+    with pytest.raises(KeyboardInterrupt):
+        run(scheduler)
+    scheduler.abort_all()
+    request = make(executor, 1, [2], max_tokens=9)
+    scheduler.add(request)
+    run(scheduler)
+    assert request.token_ids == expected([2], 9)
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_device_failure_ends_all_requests(dead):
+    executor = FakeExecutor(num_slots=2)
+    executor.fail_at, executor.dead = 3, dead
     scheduler = Scheduler(executor)
     requests = [make(executor, i, [i + 1], max_tokens=9) for i in range(3)]
     for request in requests:
@@ -222,8 +238,14 @@ def test_a_device_failure_ends_all_and_is_remembered():
         run(scheduler)
     assert all(r.finish_reason == "abort" for r in requests)
     assert not scheduler.has_work and scheduler.free_slots == 2
-    with pytest.raises(DeviceError, match="stopped after a device failure: rank 1: NaN"):
-        scheduler.add(make(executor, 9, [1]))
+    after = make(executor, 9, [5], max_tokens=4)
+    if dead:
+        with pytest.raises(DeviceError, match="stopped after a device failure: rank 1: NaN"):
+            scheduler.add(after)
+    else:
+        scheduler.add(after)
+        run(scheduler)
+        assert after.token_ids == expected([5], 4)
 
 
 @pytest.mark.parametrize(
