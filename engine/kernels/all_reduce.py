@@ -5,25 +5,27 @@
 All ranks hold the same bits: the same order, one rounding. The message protocol (data is its own
 flag) is in `sync.py`, the slot rule in `slots.py`.
 
-Decode, 1 row: H = 3584 (7B) is 7 KB a message, H = 8192 (72B) 16 KB; a rank stores (W-1) messages over
-its links and reads W from its own L2. 16 KB at W = 2 / 4 / 8: 34 / 103 / 240 ns of a 478 GB/s link: the time is
-latency (one remote store seen by a poller, 0.8 us) plus a launch. Measured: 2.3 us a call in a graph.
+Decode, 1 row: H = 3584 (7B) is 7 KB a message, H = 8192 (72B) 16 KB; a rank stores (W-1) messages
+over its links and reads W from its own L2. 16 KB at W = 2 / 4 / 8: 34 / 103 / 240 ns of a 478 GB/s
+link: the time is latency (one remote store seen by a poller, 0.8 us) plus a launch. Measured: 2.3
+us a call in a graph.
 
 Forms
 * `push` + `poll_residual`: two launches. The decode graph pushes from the GEMV's epilogue instead
   (same layout) and keeps only the poll.
 * `all_reduce`: both in one launch. Only where no two ranks share a device.
 
-Why nothing hangs, whatever the number of ranks a device. A push never waits. A poll of call i waits
-only for pushes of call i. All ranks of a device share ONE stream, and their launches are in lockstep: all
-pushes of call i before any poll of call i. By induction: when the polls of call i-1 have ended
-everywhere, each device's stream reaches its pushes of call i, which end; then its polls of call i find all
-messages. No kernel spins in front of one that it waits for, and residency does not matter: polls
-wait for other kernels, never for programs of their own grid. PDL keeps this: a poll spins only after
-`gdc_wait`, when all kernels before it have ended. `all_reduce` lacks this property (its push sits
-behind its own spin for a second rank of the device), so virtual ranks must not use it; within it each
-program pushes all its chunks before its first poll, and the grid fits on the device at once.
-A rank that never pushes is a fault, not a deadlock: the spin expires (sync.py).
+Why nothing hangs, whatever the number of ranks a device. A push never waits. A poll of call i
+waits only for pushes of call i. All ranks of a device share ONE stream, and their launches are in
+lockstep: all pushes of call i before any poll of call i. By induction: when the polls of call i-1
+have ended everywhere, each device's stream reaches its pushes of call i, which end; then its polls
+of call i find all messages. No kernel spins in front of one that it waits for, and residency does
+not matter: polls wait for other kernels, never for programs of their own grid. PDL keeps this: a
+poll spins only after `gdc_wait`, when all kernels before it have ended. `all_reduce` lacks this
+property (its push sits behind its own spin for a second rank of the device), so virtual ranks must
+not use it; within it each program pushes all its chunks before its first poll, and the grid fits
+on the device at once. A rank that never pushes is a fault, not a deadlock: the spin expires
+(sync.py).
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ ALGORITHMS = ("lamport", "flag", "two_shot", "nccl")
 
 @dataclass(frozen=True)
 class AllReduceConfig:
-    """algorithm: one of ALGORITHMS. block: 16-byte chunks a program handles at a time, a multiple of
-    32 x num_warps (lanes must not be replicated). programs: most programs of a launch."""
+    """algorithm: one of ALGORITHMS. block: 16-byte chunks a program handles at a time, a multiple
+    of 32 x num_warps (lanes must not be replicated). programs: most programs of a launch."""
 
     algorithm: str = "lamport"
     block: int = 128
@@ -86,9 +88,9 @@ class AllReduceConfig:
         return (max(1, min(self.programs, triton.cdiv(chunks, self.block))),)
 
 
-# Bytes of one message from which two-shot beats one-shot: where (W - 1) - 2 (W - 1) / W messages of
-# link time (478 GB/s) outweigh a second exchange (about 2 us). Never at 2 ranks: both send one message. Predicted;
-# the measured ones are in the tuned cache.
+# Bytes of one message from which two-shot beats one-shot: where (W - 1) - 2 (W - 1) / W messages
+# of link time (478 GB/s) outweigh a second exchange (about 2 us). Never at 2 ranks: both send one
+# message. Predicted; the measured ones are in the tuned cache.
 TWO_SHOT_BYTES = {2: None, 4: 640 << 10, 8: 180 << 10}
 
 
@@ -249,7 +251,8 @@ def poll_residual(
     pdl: bool = False,
     limit_us: int = DEFAULT_LIMIT_US,
 ) -> None:
-    """Wait for the slot's messages of all ranks; out [rows, H] = their sum + residual (may alias out).
+    """Wait for the slot's messages of all ranks; out [rows, H] = their sum + residual (may alias
+    out).
 
     buffer: this rank's receive buffer. status: int32 [8] pinned (sync.py). Re-arms the slot at
     clear_offset_bytes (`LamportWorkspace.clear_offset`). Bits equal on all ranks.
@@ -331,9 +334,11 @@ def all_reduce(
 def all_reduce_ref(
     partials: list[torch.Tensor], residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sum in rank order in fp32 (fp64 if the input is), + residual, one rounding to the input's dtype.
+    """Sum in rank order in fp32 (fp64 if the input is), + residual, one rounding to the input's
+    dtype.
 
-    A zero result is +0.0, as in the kernels. partials: one tensor a rank, all of one shape and dtype.
+    A zero result is +0.0, as in the kernels. partials: one tensor a rank, all of one shape and
+    dtype.
     """
     wide = torch.float64 if partials[0].dtype == torch.float64 else torch.float32
     total = partials[0].to(wide)

@@ -3,21 +3,23 @@
     id = argmax over v of  logit[v] + T * g(seed, position, v),   g = -log(E),  E = -log(1 - u)
 
 T = 0 is greedy. Gumbel-max (Gumbel 1954; Maddison et al., arXiv:1411.0030) draws exactly from
-softmax(logit / T): argmax is unchanged by the factor T. u is a 32-bit counter hash of (seed, position,
-GLOBAL vocabulary id), so a token does not depend on the TP degree, the batch row or the grid.
-`position` is that of the token whose logits these are (positions[slot] in decode, start + length - 1 in
-prefill).
+softmax(logit / T): argmax is unchanged by the factor T. u is a 32-bit counter hash of (seed,
+position, GLOBAL vocabulary id), so a token does not depend on the TP degree, the batch row or the
+grid. `position` is that of the token whose logits these are (positions[slot] in decode, start +
+length - 1 in prefill).
 
-Order: NaN above all (value NaN: the step is flagged), then the larger value, then the LOWER id. Value
-and id are one int64 key, so every reduction over lanes, programs and ranks is an integer maximum
-and gives the same answer in any order. -0.0 and +0.0 tie.
+Order: NaN above all (value NaN: the step is flagged), then the larger value, then the LOWER id.
+Value and id are one int64 key, so every reduction over lanes, programs and ranks is an integer
+maximum and gives the same answer in any order. -0.0 and +0.0 tie.
 
-Per rank: logits fp32 [R, V], V = 152064 / 1, 2, 4, 8 (7B and 72B): 608 / 304 / 152 / 76 KB a row, 0.14 / 0.07 /
-0.04 / 0.02 us of HBM at 4.3 TB/s (they lie in L2): the time is launches. Exchange: 8 bytes a row and rank.
+Per rank: logits fp32 [R, V], V = 152064 / 1, 2, 4, 8 (7B and 72B): 608 / 304 / 152 / 76 KB a row,
+0.14 / 0.07 / 0.04 / 0.02 us of HBM at 4.3 TB/s (they lie in L2): the time is launches. Exchange: 8
+bytes a row and rank.
 
-argmax_partial -> [R, P] maxima; then argmax_finish (one rank) or argmax_push + argmax_poll.
-The exchange is one Lamport exchange (slots.py): one slot, re-armed by the poll that read it, which needs an
-all-reduce between two uses, as every decode step has. The host reads ids from the pinned ring.
+argmax_partial -> [R, P] maxima; then argmax_finish (one rank) or argmax_push + argmax_poll. The
+exchange is one Lamport exchange (slots.py): one slot, re-armed by the poll that read it, which
+needs an all-reduce between two uses, as every decode step has. The host reads ids from the pinned
+ring.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def gumbel(seed, position, ids):
 
 
 def gumbel_ref(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
-    """`gumbel` in numpy: bit for bit what the interpreter computes; a GPU's log may differ by an ulp."""
+    """`gumbel` in numpy: bit for bit what the interpreter computes; a GPU's log may differ by an
+    ulp.
+    """
 
     def mix(h: np.ndarray) -> np.ndarray:
         h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
@@ -349,7 +353,9 @@ def argmax_poll_kernel(
     REQUEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program. Lane = message x row; the re-arm comes behind a barrier, so it may be the own slot."""
+    """One program. Lane = message x row; the re-arm comes behind a barrier, so it may be the own
+    slot.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -403,9 +409,9 @@ def argmax_partial(
 ) -> None:
     """Maxima of logits fp32 [R, V] per program into values fp32 [R, P] and ids int32 [R, P].
 
-    temperature fp32 [S], seeds int32 [S], positions int32 [S]; row_slots int32 [R], -1 = padding (its
-    result is ignored later). Column c is id id_offset + c; ids >= vocab_size never win. With `request`
-    (int32 [3] = slot, start, length; R = 1, prefill) slot and position come from it.
+    temperature fp32 [S], seeds int32 [S], positions int32 [S]; row_slots int32 [R], -1 = padding
+    (its result is ignored later). Column c is id id_offset + c; ids >= vocab_size never win. With
+    `request` (int32 [3] = slot, start, length; R = 1, prefill) slot and position come from it.
     """
     rows, columns = logits.shape
     if logits.dtype != torch.float32 or not logits.is_contiguous():
@@ -441,7 +447,8 @@ def argmax_push(
     world: int,
     pdl: bool = False,
 ) -> None:
-    """Reduce [R, P] to one (value, id) a row and store the 8 bytes into message `rank` of every rank.
+    """Reduce [R, P] to one (value, id) a row and store the 8 bytes into message `rank` of every
+    rank.
 
     Layout: base + slot + (rank * R + row) * 8, value fp32 then id int32 (`argmax_workspace`).
     """
@@ -484,8 +491,8 @@ def argmax_poll(
     """Wait for all ranks' winners, choose, and update the state of each live row's slot.
 
     tokens[slot] = id, positions[slot] += 1 (with `request`: = start + length). Rank 0 writes
-    ring[step % RING, r] = id, -2 (NaN) or -3 (padding row); ring int32 [RING, R] pinned, step int32 [1].
-    Re-arms clear_offset_bytes, which may be the slot itself (slots.py).
+    ring[step % RING, r] = id, -2 (NaN) or -3 (padding row); ring int32 [RING, R] pinned, step
+    int32 [1]. Re-arms clear_offset_bytes, which may be the slot itself (slots.py).
     """
     rows = ring.shape[1]
     worlds = triton.next_power_of_2(world)
@@ -530,7 +537,9 @@ def argmax_finish(
     request: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """The form without an exchange (one rank): choose among [R, P] and update the state as argmax_poll."""
+    """The form without an exchange (one rank): choose among [R, P] and update the state as
+    argmax_poll.
+    """
     rows, parts = values.shape
     argmax_finish_kernel[(1,)](
         values,

@@ -2,10 +2,10 @@
 
     out[rows, H] = round16(sum over ranks in order of fp32(x_r) + fp32(residual))
 
-Program p of rank r copies its chunks of x into r's own buffer, releases epoch e to program p of every
-rank, waits for theirs, then reads its chunks from every rank's buffer. 16 KB at 2 ranks: 3.8 us in a
-graph against 2.3 us of the Lamport push (the release, the flag's flight and a remote read instead of
-one remote store). Kept as a cross-check, and for payloads that must keep -0.0.
+Program p of rank r copies its chunks of x into r's own buffer, releases epoch e to program p of
+every rank, waits for theirs, then reads its chunks from every rank's buffer. 16 KB at 2 ranks: 3.8
+us in a graph against 2.3 us of the Lamport push (the release, the flag's flight and a remote read
+instead of one remote store). Kept as a cross-check, and for payloads that must keep -0.0.
 
 Protocol (memory orders: sync.py)
 * Flag word [p, r] of rank q's buffer is written only by rank r, only upwards by one a call.
@@ -13,13 +13,14 @@ Protocol (memory orders: sync.py)
 * It counts modulo 2^32 and is compared by signed difference. A plain `flag < epoch` breaks at the
   wrap; the test starts just below it.
 * Two data buffers by the parity of the epoch replace a closing barrier: rank r overwrites the data
-  of call e in call e + 2, after its call e + 1 saw epoch e + 1 from every program of every peer, which
-  each peer released after its kernel e (all its reads) had ended.
-* The grid is the workspace's `programs`, always: epochs are per program. All programs are resident at
-  once (<= one a multiprocessor), since a program waits for the same program elsewhere.
+  of call e in call e + 2, after its call e + 1 saw epoch e + 1 from every program of every peer,
+  which each peer released after its kernel e (all its reads) had ended.
+* The grid is the workspace's `programs`, always: epochs are per program. All programs are resident
+  at once (<= one a multiprocessor), since a program waits for the same program elsewhere.
 
 Ranks that share a device call `phase="publish"` for all of them, then `phase="reduce"`: publishing
-never waits, as pushing never does (all_reduce.py). `phase="both"` is one launch for one rank a device.
+never waits, as pushing never does (all_reduce.py). `phase="both"` is one launch for one rank a
+device.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class FlagWorkspace:
         return buffer
 
     def reset(self, buffer: torch.Tensor, epoch: int = 0) -> None:
-        """Flags and epochs back to one value (int32), on all ranks, all idle: after an aborted call."""
+        """Flags and epochs back to one value (int32), on all ranks, all idle: after an aborted
+        call.
+        """
         end = self.epochs_offset + 4 * self.programs
         buffer[self.flags_offset : end].view(torch.int32).fill_(epoch)
 

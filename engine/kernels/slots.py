@@ -1,29 +1,35 @@
 """Which Lamport slot a call uses, and which slot its poll may re-arm. Pure arithmetic, no kernels.
 
 An *exchange* is a push of every rank to every rank and the poll that needs all of them: an
-all-reduce, or the argmax exchange at the end of a step. Number a stream's exchanges 0, 1, 2, ... over
-all replays. On each rank the order is push 0, poll 0, push 1, poll 1, ...; each kernel's accesses come
-after the complete end of the kernels before it (stream order, or `gdc_wait` under PDL), but a kernel
-has many programs in any order.
+all-reduce, or the argmax exchange at the end of a step. Number a stream's exchanges 0, 1, 2, ...
+over all replays. On each rank the order is push 0, poll 0, push 1, poll 1, ...; each kernel's
+accesses come after the complete end of the kernels before it (stream order, or `gdc_wait` under
+PDL), but a kernel has many programs in any order.
 
 Let a buffer location be used by exchange a and next by exchange b. When may rank r re-arm it?
 
 * Not before r has read it. The programs of poll a run in any order, so another program may clear it
   only in a later poll: i >= a + 1. The program that alone reads the location may clear it itself
   after a barrier of its threads: i = a.
-* Not after a peer q may have written it again. q pushes b after its own poll b-1 ended, which needed
-  r's push b-1, which r made after r's poll b-2 ended with all its clears. Nothing orders r's poll b-1
-  before q's push b. So i <= b - 2.
+* Not after a peer q may have written it again. q pushes b after its own poll b-1 ended, which
+  needed r's push b-1, which r made after r's poll b-2 ended with all its clears. Nothing orders
+  r's poll b-1 before q's push b. So i <= b - 2.
 
-A clear by another program hence needs a + 1 <= i <= b - 2, that is b - a >= 3: **three slots, never two**.
-With S slots rotated by call, b = a + S: poll i may clear the slot of call i + d, 2 <= d <= S - 1. We take d = 2,
-which exists for every S >= 3. For S = 2 the formula (i + 2) mod 2 names the call's own slot, which is the
-same-program rule (i = a <= b - 2): the kernels then clear what they just read, behind a barrier.
-S = 1 (the argmax, once a replay) is the own-slot rule too, and needs another exchange between two uses.
+A clear by another program hence needs a + 1 <= i <= b - 2, that is b - a >= 3: **three slots,
+never two**. With S slots rotated by call, b = a + S: poll i may clear the slot of call i + d, 2 <=
+d <= S - 1. We take d = 2, which exists for every S >= 3. For S = 2 the formula (i + 2) mod 2 names
+the call's own slot, which is the same-program rule (i = a <= b - 2): the kernels then clear what
+they just read, behind a barrier. S = 1 (the argmax, once a replay) is the own-slot rule too, and
+needs another exchange between two uses.
 
-Slot numbers are constants of a captured graph, so S must divide the calls of one replay: else the last
-calls of a replay and the first of the next do not rotate. Two graphs with different message sizes
-need two workspaces: a clear covers what the same graph wrote.
+Slot numbers are constants of a captured graph, so S must divide the calls of one replay: else the
+last calls of a replay and the first of the next do not rotate.
+
+Two graphs with different message sizes need two workspaces where S >= 3: a clear covers what the
+same graph wrote, and a graph's last two slots wait for its next replay. Under the own-slot rule
+everything that a call used is armed again when its poll ends, so graphs of any sizes may share two
+slots, if each has an even number of calls. That is what the engine's buffers do; it costs the
+re-arm after the poll instead of in the time of flight.
 
 One collective in flight per workspace, one stream per rank.
 """
@@ -42,7 +48,8 @@ MINIMUM_SLOTS = 3
 def lamport_slots(calls_per_replay: int) -> int:
     """Smallest slot count >= 3 that divides the calls of a replay; 2 for two calls (own-slot rule).
 
-    EngineError for fewer than two calls: a lone all-reduce has no second exchange to order its reuse.
+    EngineError for fewer than two calls: a lone all-reduce has no second exchange to order its
+    reuse.
     """
     if calls_per_replay == 2:
         return 2

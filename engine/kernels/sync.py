@@ -1,38 +1,47 @@
-"""Everything that orders memory or waits: the only file with memory-order, spin and PDL instructions.
+"""Everything that orders memory or waits: the only file with memory-order, spin and PDL
+instructions.
 
 Two families of waiting, and their contracts.
 
-**Sentinel words (Lamport): the data is its own flag.** A receiver's buffer is armed with a bit pattern that no
-payload can have: 0x80008000 a word for 16-bit floats (two -0.0), 0x80000000 a word for 32-bit ones. The sender
-replaces every -0.0 by +0.0 (`canonical16`, `canonical_words`) and stores relaxed at system scope; the receiver polls
-its own memory, relaxed at system scope, until no unit holds the pattern.
-* Nobody releases and nobody acquires: a unit that differs from the pattern is itself the payload, so there is nothing
-  else to be ordered before it. A 16-byte access is NOT one access to the memory model, so every unit is checked.
-* The unit of a 16-bit message is the HALF, not the 32-bit word. Words arrive whole when they are stored whole, but a
-  GEMV epilogue that holds one output a thread stores 2 bytes, and then a word with one sentinel half is a half-arrived
-  word. No canonical payload has a half of 0x8000, so "any half is 0x8000" is exact for senders of any width
-  (a minimum over signed 16-bit pairs: one instruction a word). The unit of a 32-bit message is the 32-bit word.
-* Compares are of integers. A float compare that flushes subnormals takes a negative subnormal for -0.0 and waits for
-  ever.
-* One store per unit and call. A replica that stores the same value again may land after the receiver has re-armed the
-  unit, so no thread layout here may replicate a pushing lane: tensors have at least 32 x num_warps lanes.
-* Reuse: see `engine/kernels/slots.py`, where the rule is derived, and its model in tests/unit/test_protocol_model.py.
+**Sentinel words (Lamport): the data is its own flag.** A receiver's buffer is armed with a bit
+pattern that no payload can have: 0x80008000 a word for 16-bit floats (two -0.0), 0x80000000 a word
+for 32-bit ones. The sender replaces every -0.0 by +0.0 (`canonical16`, `canonical_words`) and
+stores relaxed at system scope; the receiver polls its own memory, relaxed at system scope, until
+no unit holds the pattern.
+* Nobody releases and nobody acquires: a unit that differs from the pattern is itself the payload,
+  so there is nothing else to be ordered before it. A 16-byte access is NOT one access to the
+  memory model, so every unit is checked.
+* The unit of a 16-bit message is the HALF, not the 32-bit word. Words arrive whole when they are
+  stored whole, but a GEMV epilogue that holds one output a thread stores 2 bytes, and then a word
+  with one sentinel half is a half-arrived word. No canonical payload has a half of 0x8000, so "any
+  half is 0x8000" is exact for senders of any width (a minimum over signed 16-bit pairs: one
+  instruction a word). The unit of a 32-bit message is the 32-bit word.
+* Compares are of integers. A float compare that flushes subnormals takes a negative subnormal for
+  -0.0 and waits for ever.
+* One store per unit and call. A replica that stores the same value again may land after the
+  receiver has re-armed the unit, so no thread layout here may replicate a pushing lane: tensors
+  have at least 32 x num_warps lanes.
+* Reuse: see `engine/kernels/slots.py`, where the rule is derived, and its model in
+  tests/unit/test_protocol_model.py.
 
-**Flags: the data is behind a flag.** All threads store, `tl.debug_barrier()`, then one lane a peer does
-`release_flag` (st.release.sys: cumulative over the barrier); the receiver's `wait_flags` (ld.acquire.sys), then
-`tl.debug_barrier()`, then the loads. Epochs are compared by signed difference, so 32-bit wrap is harmless.
+**Flags: the data is behind a flag.** All threads store, `tl.debug_barrier()`, then one lane a peer
+does `release_flag` (st.release.sys: cumulative over the barrier); the receiver's `wait_flags`
+(ld.acquire.sys), then `tl.debug_barrier()`, then the loads. Epochs are compared by signed
+difference, so 32-bit wrap is harmless.
 
-**Every spin is bounded.** The fast path reads no clock. After `POLLS_BEFORE_CLOCK` polls, and then each time again, a
-lane looks at %globaltimer and at the abort word status[0]. Past the limit it stores into `status` (int32[8], pinned
-host memory, one for all ranks): [1, rank, call site, slot, first missing rank, program, 0, 0], the first four last.
-Any non-zero status[0] (the host may set it as well: 2 = interrupted) makes every later spin of every rank end after
-its first POLLS_BEFORE_CLOCK polls. The kernel then ends normally with garbage; whoever reads results looks at status
-first, and re-arms all buffers of all ranks before going on.
+**Every spin is bounded.** The fast path reads no clock. After `POLLS_BEFORE_CLOCK` polls, and then
+each time again, a lane looks at %globaltimer and at the abort word status[0]. Past the limit it
+stores into `status` (int32[8], pinned host memory, one for all ranks): [1, rank, call site, slot,
+first missing rank, program, 0, 0], the first four last. Any non-zero status[0] (the host may set
+it as well: 2 = interrupted) makes every later spin of every rank end after its first
+POLLS_BEFORE_CLOCK polls. The kernel then ends normally with garbage; whoever reads results looks
+at status first, and re-arms all buffers of all ranks before going on.
 
-**PDL.** `gdc_launch_dependents` promises nothing about memory. `gdc_wait` makes all earlier kernels' writes visible;
-it covers the whole chain only if every kernel of the chain waits.
+**PDL.** `gdc_launch_dependents` promises nothing about memory. `gdc_wait` makes all earlier
+kernels' writes visible; it covers the whole chain only if every kernel of the chain waits.
 
-Under TRITON_INTERPRET=1 the names below that hold PTX are replaced by `engine/kernels/sync_interpreter.py`.
+Under TRITON_INTERPRET=1 the names below that hold PTX are replaced by
+`engine/kernels/sync_interpreter.py`.
 """
 
 from __future__ import annotations
@@ -159,7 +168,9 @@ def _missing(words: list[str], halves: bool) -> str:
 
 @triton.constexpr_function
 def _message_asm(world, vector):
-    """Poll `world` messages of `vector` words at base + r * stride, all loads of a poll in flight together."""
+    """Poll `world` messages of `vector` words at base + r * stride, all loads of a poll in flight
+    together.
+    """
     outputs = world * vector
     addresses = ", ".join(f"a{r}" for r in range(world))
     asm = _prologue(outputs + 3) + f".reg .u64 {addresses};\n    mov.u64 a0, ${outputs};\n"
@@ -204,7 +215,8 @@ def wait_messages(
     """Spin until the WORLD messages at base + r * stride have arrived (or the limit; see above).
 
     base: int64 addresses [lanes], own memory, VECTOR x 4 bytes aligned. VECTOR 4: 16-bit payload;
-    2: 32-bit payload. first_peer: rank of message 0, for `status`. Returns WORLD x VECTOR int32 tensors [lanes], message by message.
+    2: 32-bit payload. first_peer: rank of message 0, for `status`. Returns WORLD x VECTOR int32
+    tensors [lanes], message by message.
     """
     return tl.inline_asm_elementwise(
         _message_asm(WORLD, VECTOR),
@@ -291,7 +303,8 @@ def push8(address, w0, w1, mask):
 
 @triton.jit
 def load16(address, mask):
-    """Four int32 tensors: 16 bytes a lane from memory that an earlier kernel wrote (0 where masked).
+    """Four int32 tensors: 16 bytes a lane from memory that an earlier kernel wrote (0 where
+    masked).
 
     Volatile, hence never from a stale first-level cache line: it also reads what a peer released.
     """

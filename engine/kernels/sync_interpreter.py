@@ -1,8 +1,10 @@
-"""The names of sync.py that hold PTX, for TRITON_INTERPRET=1: plain loads and stores on host memory.
+"""The names of sync.py that hold PTX, for TRITON_INTERPRET=1: plain loads and stores on host
+memory.
 
-Called from interpreted kernels, so arguments are `tl.tensor` (numpy inside) or Python numbers. Ranks are processes
-that share memory; x86 keeps stores in order and 4-byte accesses whole, which is at least as strong as the GPU, so these
-twins prove the protocol's logic, not its fences. A spin sleeps between polls: ranks outnumber cores in CI.
+Called from interpreted kernels, so arguments are `tl.tensor` (numpy inside) or Python numbers.
+Ranks are processes that share memory; x86 keeps stores in order and 4-byte accesses whole, which
+is at least as strong as the GPU, so these twins prove the protocol's logic, not its fences. A spin
+sleeps between polls: ranks outnumber cores in CI.
 """
 
 from __future__ import annotations

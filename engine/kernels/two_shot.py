@@ -6,19 +6,21 @@ Rank s owns shard s of the flat message (ceil(chunks / W) chunks of 16 bytes).
 1. scatter: push shard s of the own partial to rank s.
 2. reduce: poll the own shard from all ranks, sum in rank order, + residual, round once, push the
    result to every rank.
-3. gather: poll all shards, copy them to `out`, re-arm.
-Each value is summed by one rank only, so all ranks hold the same bits, and they equal the one-shot's.
+3. gather: poll all shards, copy them to `out`, re-arm. Each value is summed by one rank only, so
+   all ranks hold the same bits, and they equal the one-shot's.
 
-Bytes a rank sends: 2 (W - 1) / W messages against (W - 1) of the one-shot: 0.5 x at 4 ranks, 0.25 x at 8,
-equal at 2. T = 512, H = 8192, 8 ranks: 8.4 MB a message, 14.7 MB sent, 31 us of a 478 GB/s link.
+Bytes a rank sends: 2 (W - 1) / W messages against (W - 1) of the one-shot: 0.5 x at 4 ranks, 0.25
+x at 8, equal at 2. T = 512, H = 8192, 8 ranks: 8.4 MB a message, 14.7 MB sent, 31 us of a 478 GB/s
+link.
 
-Slots: a call is a full exchange (the gather needs every owner, each owner needed every rank), so the rule
-of slots.py holds with calls as exchanges, for both areas of a slot.
+Slots: a call is a full exchange (the gather needs every owner, each owner needed every rank), so
+the rule of slots.py holds with calls as exchanges, for both areas of a slot.
 
-Launch forms: `phase` scatter, reduce and gather are three launches; the ranks of one device run each
-phase for all of them before the next phase, so that no kernel spins in front of what it waits for
-(the argument of all_reduce.py, phase by phase). `phase="all"` is one launch, for one rank a device;
-its grid must be resident at once, and each program scatters all its chunks before its first poll.
+Launch forms: `phase` scatter, reduce and gather are three launches; the ranks of one device run
+each phase for all of them before the next phase, so that no kernel spins in front of what it waits
+for (the argument of all_reduce.py, phase by phase). `phase="all"` is one launch, for one rank a
+device; its grid must be resident at once, and each program scatters all its chunks before its
+first poll.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ PHASES = ("scatter", "reduce", "gather", "all")
 
 @dataclass(frozen=True)
 class TwoShotWorkspace:
-    """One rank's receive buffer: per slot a scatter area [world, shard] and a gather area [world * shard]."""
+    """One rank's receive buffer: per slot a scatter area [world, shard] and a gather area [world *
+    shard].
+    """
 
     world: int
     rows: int
@@ -203,11 +207,12 @@ def two_shot(
     pdl: bool = False,
     limit_us: int = DEFAULT_LIMIT_US,
 ) -> None:
-    """out [rows, H] = sum of all ranks' x + residual (16-bit, contiguous). One phase, or all in one launch.
+    """out [rows, H] = sum of all ranks' x + residual (16-bit, contiguous). One phase, or all in
+    one launch.
 
-    buffer, peers: of `TwoShotWorkspace`, offsets from its slot_offset / clear_offset. The residual is
-    read in the reduce phase and `out` written in the gather phase: they may alias in separate launches
-    (phase "all" forbids it: EngineError).
+    buffer, peers: of `TwoShotWorkspace`, offsets from its slot_offset / clear_offset. The residual
+    is read in the reduce phase and `out` written in the gather phase: they may alias in separate
+    launches (phase "all" forbids it: EngineError).
     """
     chunks = message_chunks(x, world)
     if phase not in PHASES:

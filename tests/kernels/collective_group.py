@@ -1,7 +1,7 @@
 """Ranks for the collective tests: several in one process (lockstep), or one process a rank.
 
-Lockstep works on a CPU (interpreter) and on one CUDA device. Processes are for the interpreter only:
-they are forked, so shared-memory tensors have the same addresses everywhere.
+Lockstep works on a CPU (interpreter) and on one CUDA device. Processes are for the interpreter
+only: they are forked, so shared-memory tensors have the same addresses everywhere.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def _child(rank: int, body: Callable, queue, seed: int) -> None:
 
 
 def run_ranks(world: int, body: Callable[[int], None], timeout_s: float = 120.0) -> None:
-    """Run body(rank) in `world` forked processes; AssertionError with the first failure's traceback."""
+    """Run body(rank) in `world` forked processes; AssertionError with the first failure's
+    traceback.
+    """
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     ranks = [

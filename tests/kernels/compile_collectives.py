@@ -1,5 +1,5 @@
-"""Run as `python -m tests.kernels.compile_collectives` without TRITON_INTERPRET: compiles the shipped
-forms of the collectives for sm_90 and prints {name: report} as JSON."""
+"""Run as `python -m tests.kernels.compile_collectives` without TRITON_INTERPRET: compiles the
+shipped forms of the collectives for sm_90 and prints {name: report} as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""All-reduce kernels: the sums, the special values, the waiting, and the protocol between real processes."""
+"""All-reduce kernels: the sums, the special values, the waiting, and the protocol between real
+processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Argmax and sampling: the noise, the order of candidates, the state updates, the exchange between ranks."""
+"""Argmax and sampling: the noise, the order of candidates, the state updates, the exchange between
+ranks.
+"""
 
 from __future__ import annotations
 

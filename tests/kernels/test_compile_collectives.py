@@ -1,4 +1,6 @@
-"""What the compiler makes of the collectives for sm_90: spins in registers, 16-byte accesses, no spills."""
+"""What the compiler makes of the collectives for sm_90: spins in registers, 16-byte accesses, no
+spills.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """A model checker for the exchange protocols of engine/kernels: plain Python, no kernels.
 
-A rank runs kernels in order. A kernel is a set of identical programs; program p handles chunk p. A program
-is a list of stages; the operations of a stage happen in ANY order, one at a time, interleaved with all other
-programs and ranks (that covers stores and clears that become visible late, up to the end of their
-kernel). The next kernel starts when the one before has ended, unless it lacks its wait.
+A rank runs kernels in order. A kernel is a set of identical programs; program p handles chunk p. A
+program is a list of stages; the operations of a stage happen in ANY order, one at a time,
+interleaved with all other programs and ranks (that covers stores and clears that become visible
+late, up to the end of their kernel). The next kernel starts when the one before has ended, unless
+it lacks its wait.
 
     store(area, peer)   the own message for this call into peer's area; must find the location armed
     read(area, source)  waits until the location is not armed, then must find this call's message;
@@ -36,8 +37,9 @@ class Op(NamedTuple):
 class Kernel:
     """programs[p]: the stages of program p, each a tuple of operations.
 
-    Under PDL every kernel is launched as soon as the two before it are, and `waits` (gdc_wait) alone
-    holds its operations back. So a kernel that lacks it may overlap the two kernels before it.
+    Under PDL every kernel is launched as soon as the two before it are, and `waits` (gdc_wait)
+    alone holds its operations back. So a kernel that lacks it may overlap the two kernels before
+    it.
     """
 
     programs: tuple[tuple[tuple[Op, ...], ...], ...]
@@ -220,10 +222,13 @@ def randomised(machine: Machine, runs: int, seed: int = 0) -> str | None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange: the area it uses, and the areas that its poll re-arms (its own one: after reading)."""
+    """One exchange: the area it uses, and the areas that its poll re-arms (its own one: after
+    reading).
+    """
 
     area: int
     clears: tuple[int, ...]
+    chunks: int = 0  # size of the message where it is not the graph's own (0)
 
 
 def _pushes(exchange: Exchange, call: int, chunk: int, world: int) -> tuple[Op, ...]:
@@ -249,15 +254,14 @@ def split_form(
     poll_waits: bool = True,
     fine: bool = False,
 ) -> list[list[Kernel]]:
-    """push kernel, poll kernel, push kernel, ... `read_all`: every program of the poll reads every chunk
-    (a consumer that polls in its prologue). `poll_waits` False: the poll lacks its gdc_wait.
+    """push kernel, poll kernel, push kernel, ... `read_all`: every program of the poll reads every
+    chunk (a consumer that polls in its prologue). `poll_waits` False: the poll lacks its gdc_wait.
     `fine`: the sources of a poll are read one by one."""
     kernels = []
     for call, exchange in enumerate(exchanges):
-        push = tuple((_pushes(exchange, call, c, world),) for c in range(programs))
-        poll = tuple(
-            _polls(exchange, call, c, world, programs, read_all, fine) for c in range(programs)
-        )
+        size = exchange.chunks or programs
+        push = tuple((_pushes(exchange, call, c, world),) for c in range(size))
+        poll = tuple(_polls(exchange, call, c, world, size, read_all, fine) for c in range(size))
         kernels += [Kernel(push), Kernel(poll, poll_waits)]
     return [kernels] * world
 

@@ -1,5 +1,5 @@
-"""The slot rule and the flag barrier, checked over all (or many random) interleavings, and the known-bad variants
-that the same checker must catch."""
+"""The slot rule and the flag barrier, checked over all (or many random) interleavings, and the
+known-bad variants that the same checker must catch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.unit.protocol_model import (
 
 
 def rotation(calls_per_replay: int, slots: int, replays: int, ahead: int | None = None):
-    """Exchanges of some replays of a graph: slots are constants of the call site. ahead: the poll re-arms
-    the slot of that many calls later; None: as the engine does (`clear_slot`)."""
+    """Exchanges of some replays of a graph: slots are constants of the call site. ahead: the poll
+    re-arms the slot of that many calls later; None: as the engine does (`clear_slot`)."""
     exchanges = []
     for _ in range(replays):
         for site in range(calls_per_replay):
@@ -63,6 +63,24 @@ def test_consumer_that_polls_in_its_prologue():
 def test_two_calls_per_replay_clear_their_own_slot():
     assert exhaustive(Machine(split_form(engine_rotation(2, 4), 2, 2))) is None
     assert exhaustive(Machine(fused_form(engine_rotation(2, 4), 2, 2))) is None
+
+
+def two_graphs(slots: int, replays: int):
+    """Decode (messages of 1 chunk) and prefill (2 chunks) take turns on one buffer; `slots` calls
+    each, and a sampling exchange after each graph."""
+    exchanges = []
+    for replay in range(replays):
+        for site in range(slots):
+            chunks = 1 + replay % 2
+            exchanges.append(Exchange(site, (clear_slot(site, slots),), chunks))
+        exchanges.append(Exchange(100, (100,), 1))
+    return exchanges
+
+
+def test_graphs_of_different_sizes_share_two_slots():
+    """The own-slot rule re-arms all that a call used before its kernel ends: any graph may follow."""
+    assert exhaustive(Machine(split_form(two_graphs(2, 4), 2))) is None
+    assert randomised(Machine(split_form(two_graphs(2, 6), 4, fine=True)), 20) is None
 
 
 def with_argmax(calls: int, replays: int, slots: int | None = None):
@@ -145,6 +163,14 @@ def test_own_slot_cleared_while_others_read():
     caught(split_form(rotation(3, 3, 3, ahead=0), 2, 2, read_all=True))
 
 
+def test_graphs_of_different_sizes_do_not_share_rotated_slots():
+    """A graph's last slots are re-armed by its next replay only, and then only as far as it
+    reaches.
+    """
+    for slots in (3, 4):
+        caught(split_form(two_graphs(slots, 6), 2))
+
+
 def test_never_cleared():
     exchanges = [Exchange(i % 3, ()) for i in range(6)]
     assert "overwrite" in caught(split_form(exchanges, 2))
@@ -159,8 +185,8 @@ def test_slot_count_that_does_not_divide_the_calls(calls, slots):
 
 
 def test_poll_without_its_wait():
-    """Under PDL a poll that does not wait clears what the poll before it still reads (S = 3: the slot
-    of the previous call)."""
+    """Under PDL a poll that does not wait clears what the poll before it still reads (S = 3: the
+    slot of the previous call)."""
     caught(split_form(rotation(3, 3, 3, ahead=2), 2, 2, read_all=True, poll_waits=False))
 
 
