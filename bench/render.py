@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md")
-EMPTY = '*Nothing measured yet: see "Measure it yourself".*'
+EMPTY = "*Nothing measured yet.*"
 
 Row = dict[str, Any]
 
