@@ -40,7 +40,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool  # biases on q, k, v (Qwen2: yes; never on o_proj)
     eos_token_ids: tuple[int, ...] = ()
-    checkpoint_dtype: str = "bfloat16"  # what --dtype auto means on a card
+    checkpoint_dtype: str = "bfloat16"  # what --dtype auto means
 
     @property
     def group(self) -> int:
@@ -260,7 +260,7 @@ def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
     return replace(config, num_layers=layers)
 
 
-DTYPES = {  # accepted spelling -> torch dtype name; "auto" is the checkpoint's on a card, float32 on the CPU
+DTYPES = {  # accepted spelling -> torch dtype name; "auto" is the checkpoint's (bf16 as fp32 on CPUs without it)
     "auto": "auto",
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",

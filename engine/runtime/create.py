@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.checkpoint.load import Loaded, LoadProgress, find_aliases, load_rank
+from engine.checkpoint.load import Loaded, LoadProgress, find_aliases, load_ranks
 from engine.checkpoint.memory import MemoryTable, check_fit, weight_bytes
 from engine.checkpoint.source import CheckpointSource, DummySource, WeightSource
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import EngineError
-from engine.graph.build import build
+from engine.graph.build import Logits, build
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
 from engine.runtime.buckets import decode_rows, prefill_buckets
@@ -43,51 +43,73 @@ def pick_device(engine: EngineConfig) -> str:
 
 
 def _dtype(engine: EngineConfig, model: ModelConfig, device: str) -> torch.dtype:
+    """The activation type. auto: the checkpoint's 16-bit type; on a CPU that does not multiply bf16
+    natively, bf16 checkpoints run in fp32."""
     if engine.dtype != "auto":
         dtype: torch.dtype = getattr(torch, engine.dtype)
-    elif device == "cpu":
-        # bf16 halves the bytes of a token where the CPU multiplies it natively.
-        dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    elif model.checkpoint_dtype == "float16":
+        dtype = torch.float16
+    elif device == "cuda" or torch.cpu._is_avx512_bf16_supported():
+        dtype = torch.bfloat16
     else:
-        dtype = torch.float16 if model.checkpoint_dtype == "float16" else torch.bfloat16
+        dtype = torch.float32
     if device == "cuda" and dtype is torch.float32:
-        raise EngineError(
-            "--dtype float32 runs on the CPU only; the kernels take bfloat16 or float16"
-        )
+        raise EngineError("--dtype float32 runs on the CPU only; the kernels take bfloat16 or float16")
     return dtype
 
 
-def _source(engine: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> WeightSource:
+@dataclass(frozen=True)
+class _Model:
+    """Where the weights come from, and in which form they are held."""
+
+    config: ModelConfig
+    source: WeightSource
+    dtype: torch.dtype
+    quantization: str | None  # asked for, or that of the checkpoint
+
+    def specs(self, tp: int, shard_of: int | None = None) -> dict[str, WeightSpec]:
+        """Weight specs at a TP degree, as the checkpoint stores them."""
+        specs = run_passes(
+            build(self.config, phase="decode", rows=1, tp=tp, shard_of=shard_of)
+        ).weights
+        return (
+            self.source.index.adapt(specs) if isinstance(self.source, CheckpointSource) else specs
+        )
+
+
+def _open(engine: EngineConfig, config: ModelConfig, device: str) -> _Model:
+    """Open the checkpoint and hold it against the model: every fault of its files is found here."""
+    dtype = _dtype(engine, config, device)
     if engine.load_format == "dummy":
-        return DummySource(model, engine.seed, dtype)
+        return _Model(config, DummySource(config, engine.seed, dtype), dtype, engine.quantization)
     from engine.demo import resolve_model
 
-    path: Path = resolve_model(engine.model)
-    return CheckpointSource(path)
-
-
-def _specs(model: ModelConfig, tp: int, shard_of: int | None = None) -> dict[str, WeightSpec]:
-    return run_passes(build(model, phase="decode", rows=1, tp=tp, shard_of=shard_of)).weights
+    source = CheckpointSource(resolve_model(engine.model))
+    model = _Model(config, source, dtype, engine.quantization or source.index.quantization)
+    specs = list(model.specs(1).values())
+    source.index.check(specs)
+    source.check_tied(specs)
+    source.check_scales()
+    return model
 
 
 def _load(
-    engine: EngineConfig,
-    specs: dict[str, WeightSpec],
-    source: WeightSource,
-    devices: Sequence[torch.device],
-    dtype: torch.dtype,
+    model: _Model, specs: dict[str, WeightSpec], devices: Sequence[torch.device]
 ) -> list[dict[str, Loaded]]:
-    ranks = range(len(devices))
-    quantization = engine.quantization
-    total = sum(weight_bytes(specs.values(), rank, dtype, quantization) for rank in ranks)
-    loaded: list[dict[str, Loaded]] = []
+    """Each rank's weights, in one pass over the files."""
+    quantization = model.quantization
+    total = sum(
+        weight_bytes(specs.values(), rank, model.dtype, quantization)
+        for rank in range(len(devices))
+    )
     with LoadProgress(total) as progress:
-        for rank, device in enumerate(devices):
-            weights = load_rank(specs, source, rank, device, dtype, quantization, progress)
-            if device in devices[:rank]:
-                _share(weights, loaded[devices.index(device)], specs, rank, quantization)
-            loaded.append(weights)
-    return loaded
+        loaded = load_ranks(
+            specs, model.source, dict(enumerate(devices)), model.dtype, quantization, progress
+        )
+    for rank, device in enumerate(devices):
+        if device in devices[:rank]:
+            _share(loaded[rank], loaded[devices.index(device)], specs, rank, quantization)
+    return [loaded[rank] for rank in range(len(devices))]
 
 
 def _share(
@@ -105,24 +127,32 @@ def _share(
         weights[name] = Loaded(weights[owner].weight[first:last])
 
 
-def create_cpu_executor(engine: EngineConfig, model: ModelConfig) -> CpuExecutor:
+def _dequantized(weights: dict[str, Loaded], dtype: torch.dtype) -> dict[str, Loaded]:
+    """FP8 weights as `dtype`: the CPU converts e4m3 far too slowly to do it at every token."""
+    return {
+        name: loaded if loaded.scale is None
+        else Loaded((loaded.weight.float() * loaded.scale[:, None]).to(dtype))
+        for name, loaded in weights.items()
+    }  # fmt: skip
+
+
+def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecutor:
     """Every TP degree runs, ranks in lockstep."""
     from engine.runtime.cpu import CpuExecutor
 
     tp = engine.tensor_parallel_size
-    model.shard(tp)
+    config.shard(tp)
     if engine.shard_of:
         raise EngineError("--shard-of measures speed on GPUs; it means nothing with --device cpu")
     phases = Phases()
-    dtype = _dtype(engine, model, "cpu")
     with phases.phase("check"):
-        source = _source(engine, model, dtype)
-        specs = _specs(model, tp)
+        model = _open(engine, config, "cpu")
     with phases.phase("load"):
-        weights = _load(engine, specs, source, [torch.device("cpu")] * tp, dtype)
+        weights = _load(model, model.specs(tp), [torch.device("cpu")] * tp)
+        weights = [_dequantized(rank, model.dtype) for rank in weights]
     executor = CpuExecutor(
-        model, tp, weights, dtype=dtype, num_slots=engine.max_num_seqs,
-        max_model_len=engine.max_model_len or min(model.max_position_embeddings, CPU_CONTEXT),
+        config, tp, weights, dtype=model.dtype, num_slots=engine.max_num_seqs,
+        max_model_len=engine.max_model_len or min(config.max_position_embeddings, CPU_CONTEXT),
         phases=phases,
     )  # fmt: skip
     log.info("%s", phases.summary())
@@ -130,7 +160,7 @@ def create_cpu_executor(engine: EngineConfig, model: ModelConfig) -> CpuExecutor
 
 
 def create_gpu_executor(
-    engine: EngineConfig, model: ModelConfig, only: Sequence[GraphKey] | None = None
+    engine: EngineConfig, config: ModelConfig, only: Sequence[GraphKey] | None = None
 ) -> GpuExecutor:
     """One rank a device; ranks may outnumber devices (virtual ranks: correct, not fast).
 
@@ -138,18 +168,19 @@ def create_gpu_executor(
     """
     from engine.runtime.allocate import Sizes, allocate_ranks
     from engine.runtime.gpu import GpuExecutor, compile_graphs
+    from engine.runtime.links import probe_links, require_peer_access
     from engine.tune.choose import set_target
 
     tp = engine.tensor_parallel_size
     degree = engine.shard_of or tp
-    model.shard(degree)
-    dtype = _dtype(engine, model, "cuda")
+    config.shard(degree)
     phases = Phases()
     with phases.phase("check"):
         devices = _devices(engine, tp)
-        source = _source(engine, model, dtype)
-        buckets = prefill_buckets(engine.max_model_len or model.max_position_embeddings)
-        table = _fit(engine, model, devices, dtype, buckets)
+        model = _open(engine, config, "cuda")
+        dtype = model.dtype
+        buckets = prefill_buckets(engine.max_model_len or config.max_position_embeddings)
+        table = _fit(engine, model, devices, buckets)
         max_model_len = table.need.context
         buckets = prefill_buckets(max_model_len)
         log.info("memory per GPU:\n%s", table)
@@ -157,35 +188,33 @@ def create_gpu_executor(
         set_target(properties.name, properties.multi_processor_count)
     with phases.phase("links"):
         if tp > 1:
-            from engine.runtime.links import probe_links, require_peer_access
-
-            require_peer_access(probe_links())
+            require_peer_access(probe_links(sorted({device.index for device in devices})))
         bandwidth = _copy_bandwidth(devices[0])
     with phases.phase("graph"):
         graphs = compile_graphs(
-            model, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
+            config, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
             prompt_logits_bucket=_prompt_logits_bucket(max_model_len), only=only,
         )  # fmt: skip
-        specs = _specs(model, tp, engine.shard_of)
+        specs = model.specs(tp, engine.shard_of)
     with phases.phase("load"):
-        weights = _load(engine, specs, source, devices, dtype)
+        weights = _load(model, specs, devices)
     with phases.phase("allocate"):
         sizes = Sizes(
             slots=engine.max_num_seqs, rows=decode_rows(engine.max_num_seqs), tokens=buckets[-1],
             max_model_len=max_model_len,
             arena_bytes=max(plan(graph, dtype.itemsize).arena_bytes for graph in graphs.values()),
         )  # fmt: skip
-        ranks = allocate_ranks(model, weights, devices, dtype, sizes, degree)
+        ranks = allocate_ranks(config, weights, devices, dtype, sizes, degree)
     facts: dict[str, Any] = {
         "roof": {
             "copy_bandwidth": bandwidth,
-            "weight_bytes": weight_bytes_per_token(specs, dtype, engine.quantization),
+            "weight_bytes": weight_bytes_per_token(specs, dtype, model.quantization),
             "kv_bytes_per_token": table.need.kv_per_token,
         },
         "memory": str(table),
     }
     executor = GpuExecutor(
-        model, ranks, graphs, num_slots=engine.max_num_seqs, max_model_len=max_model_len,
+        config, ranks, graphs, num_slots=engine.max_num_seqs, max_model_len=max_model_len,
         buckets=buckets, phases=phases, eager=engine.enforce_eager,
         # Ranks that share a device also share its stream; there is nothing to overlap safely.
         pdl=len(set(devices)) == tp, facts=facts,
@@ -218,32 +247,31 @@ def _devices(engine: EngineConfig, tp: int) -> list[torch.device]:
 
 
 def _fit(
-    engine: EngineConfig,
-    model: ModelConfig,
-    devices: list[torch.device],
-    dtype: torch.dtype,
-    buckets: Sequence[int],
+    engine: EngineConfig, model: _Model, devices: list[torch.device], buckets: Sequence[int]
 ) -> MemoryTable:
     """Memory table of the deployment; raises EngineError when it does not fit."""
-    tp = len(devices)
+    config, dtype, tp = model.config, model.dtype, len(devices)
     shared = max(devices.count(device) for device in devices)
     totals = [
         torch.cuda.get_device_properties(device).total_memory // shared
         for device in range(torch.cuda.device_count())
     ]
     workspace = 0
-    for rows, logits in ((buckets[-1], "last"), (_prompt_logits_bucket(buckets[-1]), "all")):
-        graph = run_passes(
-            build(model, phase="prefill", rows=rows, tp=tp, logits=logits, shard_of=engine.shard_of)  # type: ignore[arg-type]
+    wanted: list[tuple[int, Logits]] = [
+        (buckets[-1], "last"), (_prompt_logits_bucket(buckets[-1]), "all")
+    ]  # fmt: skip
+    for rows, logits in wanted:
+        unfused = build(
+            config, phase="prefill", rows=rows, tp=tp, logits=logits, shard_of=engine.shard_of
         )
-        workspace = max(workspace, plan(graph, dtype.itemsize).arena_bytes)
+        workspace = max(workspace, plan(run_passes(unfused), dtype.itemsize).arena_bytes)
     if tp > 1:  # two exchange slots of one message per rank
-        workspace += 2 * tp * buckets[-1] * model.hidden_size * dtype.itemsize
+        workspace += 2 * tp * buckets[-1] * config.hidden_size * dtype.itemsize
     # The table of a deployment measured with --shard-of is that of the degree whose shard it holds.
     degree = engine.shard_of or tp
     return check_fit(
-        model, lambda n: _specs(model, n).values(), tp=degree, dtype=dtype,
-        quantization=engine.quantization, max_model_len=engine.max_model_len,
+        config, lambda n: model.specs(n).values(), tp=degree, dtype=dtype,
+        quantization=model.quantization, max_model_len=engine.max_model_len,
         num_slots=engine.max_num_seqs, device_bytes=totals * (degree if engine.shard_of else 1),
         utilization=engine.gpu_memory_utilization, workspace_bytes=workspace, graph_bytes=GRAPH_BYTES,
     )  # fmt: skip
