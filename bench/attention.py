@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from bench.rows import Rows
 from engine.config import preset
 from engine.kernels import decode_attention as decode
 from engine.kernels import prefill_attention as prefill
-from engine.tune import cache_file, choose
+from engine.tune import attention_space, cache_file, choose
 
 PEAK = 989e12  # dense BF16 FLOP/s, datasheet
 LIMITS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -41,31 +41,16 @@ Decode = decode.DecodeAttentionConfig
 Prefill = prefill.PrefillAttentionConfig
 
 
-def decode_candidates(shape: Shape, context: int, sm_count: int) -> list[Decode]:
-    """Tiles, pipeline depth, waves of programs, merge width, and up to where one merge serves."""
-    base = decode.heuristic(shape.num_kv_heads, context, 1, sm_count, torch.bfloat16)
-    one = sm_count // shape.num_kv_heads
-    found = [base]
-    for block_n, warps, stages in (
-        (64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4), (32, 4, 6), (32, 2, 4), (64, 8, 3), (128, 8, 2),
-        (128, 8, 3),
-    ):  # fmt: skip
-        flat = max(1, base.flat_blocks * base.block_n // block_n)
-        for splits in (one, 2 * one):
-            found.append(Decode(splits, block_n, warps, stages, base.fan_in, flat))
-    wave = replace(base, num_splits=one)
-    found += [replace(wave, num_splits=max(1, one // 2)), replace(wave, num_splits=3 * one)]
-    found += [replace(wave, flat_blocks=flat) for flat in (1, 2, 8)]
-    found += [replace(wave, fan_in=fan_in) for fan_in in (8, 32)]
-    return list(dict.fromkeys(found))
-
-
-def prefill_candidates() -> list[Prefill]:
-    return [
-        Prefill(128, 64, 8, 3), Prefill(128, 64, 8, 2), Prefill(128, 64, 8, 4), Prefill(128, 128, 8, 2),
-        Prefill(128, 128, 8, 3), Prefill(128, 32, 8, 3), Prefill(64, 64, 4, 2), Prefill(64, 64, 4, 3),
-        Prefill(64, 128, 4, 2), Prefill(64, 32, 4, 3), Prefill(128, 64, 4, 2),
-    ]  # fmt: skip
+def candidates(shape: Shape, context: int, sm_count: int) -> list[Decode]:
+    """The search space, with more splits than the engine's workspace holds: to see if it should grow."""
+    return attention_space.decode_candidates(
+        shape.num_kv_heads,
+        context,
+        sm_count,
+        torch.bfloat16,
+        shape.head_dim,
+        max_splits=3 * sm_count,
+    )
 
 
 def attempt(what: str, function: Callable[[], float]) -> float | None:
@@ -119,9 +104,11 @@ class Run:
         """Which configs are right, in worker processes; num_splits is no compile-time constant."""
         wanted: dict[Variant, None] = {}
         for shape in self.shapes:
-            for config in decode_candidates(shape, max(self.contexts), self.sm_count):
+            for config in candidates(shape, max(self.contexts), self.sm_count):
                 wanted[Variant(shape, config)] = None
-            wanted.update({Variant(shape, config): None for config in prefill_candidates()})
+            wanted.update(
+                {Variant(shape, config): None for config in attention_space.prefill_candidates()}
+            )
         self.good = check_all(list(wanted), self.args.processes, 0.45 * self.args.time_limit)
         seconds = time.perf_counter() - self.begin
         print(f"{len(self.good)} of {len(wanted)} configs right, {seconds:.0f} s", flush=True)
@@ -135,7 +122,7 @@ class Run:
                         print(f"  time limit: no decode {shape.model}/{shape.tp} {context} {rows}")
                         continue
                     point = DecodePoint(pool, shape, context, rows)
-                    for config in decode_candidates(shape, max(self.contexts), self.sm_count):
+                    for config in candidates(shape, max(self.contexts), self.sm_count):
                         if Variant(shape, config) in self.good:
                             us = attempt(
                                 f"decode {context} {rows} {short(config)}",
@@ -229,7 +216,7 @@ class Run:
         """Time all configs at start 0, the best also behind a prefix of 8192 - t, and torch's kernels."""
         point = PrefillPoint(pool, shape, t)
         timed = {}
-        for config in prefill_candidates():
+        for config in attention_space.prefill_candidates():
             if Variant(shape, config) in self.good:
                 us = attempt(f"prefill {t} {short(config)}", lambda: point.time(config, 0))  # noqa: B023
                 if us is not None:

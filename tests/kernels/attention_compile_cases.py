@@ -49,6 +49,7 @@ def compile_decode(
         aligned=[n for n in signature if n.endswith("_ptr")] + ["max_len"],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        keep_text=True,
         launch_pdl=True,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.kernels.compile_sm90 import run_compile_checks
@@ -32,6 +34,29 @@ def test_decode_reads_kv_in_16_bytes_on_tensor_cores(reports: dict) -> None:
         assert r["global_loads"]["128"] >= 17, name
         assert set(r["global_loads"]) <= {"128", "64", "32"}, name
         assert r["tensor_core"].keys() == {"HMMA"}, name
+
+
+def test_prefetch_moves_the_first_tile_before_the_wait(reports: dict) -> None:
+    """ACQBULK is griddepcontrol.wait. 16 LDG.128 a thread are the K and V tile; q comes after, always."""
+    for name, r in _of(reports, "decode 7b_tp1").items():
+        before, _ = r["sass"].split("ACQBULK")
+        loads = len(re.findall(r"\bLDG\.E\.128\b", before))
+        assert loads == (16 if "prefetch=True" in name else 0), name
+        assert len(re.findall(r"\bLDG\b", before)) == (18 if "prefetch=True" in name else 0), name
+        assert "PREEXIT" in before and "LDGSTS" not in before, name
+        assert not re.search(r"\b(STG|ATOMG|RED)\b", before), name
+
+
+def test_tickets_release_and_acquire_at_gpu_scope(reports: dict) -> None:
+    """Each of the two tickets: barrier, fence, atomic, L1 invalidation, barrier, in this order."""
+    for name, r in _of(reports, "decode").items():
+        order = re.findall(
+            r"\b(BAR\.SYNC|MEMBAR\.\w+\.GPU|ATOMG\.E\.ADD\.STRONG\.GPU|CCTL\.IVALL)", r["sass"]
+        )
+        for ticket in [i for i, op in enumerate(order) if op.startswith("ATOMG")]:
+            assert order[ticket - 2] == "BAR.SYNC" and order[ticket - 1].startswith("MEMBAR"), name
+            assert order[ticket + 1] == "CCTL.IVALL" and order[ticket + 2] == "BAR.SYNC", name
+        assert sum(op.startswith("ATOMG") for op in order) == 2, name
 
 
 def test_two_decode_programs_fit_a_multiprocessor(reports: dict) -> None:
