@@ -50,14 +50,21 @@ class Launch:
         return f"{self.op.stage:<10} layer {layer:>2}  {self.kernel:<24} {self.bytes:>14,} B  {self.config}"
 
 
-def lower(graph: Graph, buffers: BufferPlan, rank: Rank, pdl: bool) -> list[Launch]:
-    """The launches of one rank, in order. `pdl`: programmatic dependent launch between neighbours."""
-    return _Lowering(graph, buffers, rank, pdl).launches()
+def lower(
+    graph: Graph, buffers: BufferPlan, rank: Rank, pdl: bool, captured: bool = False
+) -> list[Launch]:
+    """The launches of one rank, in order.
+
+    pdl: programmatic dependent launch between neighbours. captured: each run is one replay of a CUDA graph,
+    so the step before has completed and its KV may be read ahead of the wait; eager runs overlap steps.
+    """
+    return _Lowering(graph, buffers, rank, pdl, captured).launches()
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, buffers: BufferPlan, rank: Rank, pdl: bool):
+    def __init__(self, graph: Graph, buffers: BufferPlan, rank: Rank, pdl: bool, captured: bool):
         self.graph, self.rank, self.pdl = graph, rank, pdl
+        self.prefetch = pdl and captured
         self.tensors = {
             value: self._tensor(value, offset) for value, offset in buffers.offsets.items()
         }
@@ -206,7 +213,7 @@ class _Lowering:
             return self._launch(op, prefill_attention, q, k, v, rank.request, out, **heads)
         return self._launch(
             op, decode_attention, q, k, v, state.positions, self._row_slots(), out,
-            rank.attention_workspace, **heads,
+            rank.attention_workspace, **heads, prefetch=self.prefetch,
         )  # fmt: skip
 
     def _gather_row(self, op: Op) -> Launch:

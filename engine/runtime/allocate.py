@@ -11,6 +11,7 @@ from engine.checkpoint.load import Loaded
 from engine.config import ModelConfig
 from engine.graph.lower import EXCHANGE_SLOTS
 from engine.kernels import argmax
+from engine.kernels.decode_attention import MAX_SPLITS
 from engine.kernels.decode_attention import workspace as attention_workspace
 from engine.runtime.rank import Rank
 from engine.runtime.state import new_state, rope_table
@@ -96,9 +97,6 @@ def allocate_ranks(
             rank.token_table = _addresses([r.token_exchange for r in ranks], rank.device)
     reset(ranks)
     return ranks
-
-
-MAX_SPLITS = 132  # most splits of one KV head over the context: one program per multiprocessor
 
 
 def reset(ranks: Sequence[Rank]) -> None:

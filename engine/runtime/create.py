@@ -54,7 +54,9 @@ def _dtype(engine: EngineConfig, model: ModelConfig, device: str) -> torch.dtype
     else:
         dtype = torch.float32
     if device == "cuda" and dtype is torch.float32:
-        raise EngineError("--dtype float32 runs on the CPU only; the kernels take bfloat16 or float16")
+        raise EngineError(
+            "--dtype float32 runs on the CPU only; the kernels take bfloat16 or float16"
+        )
     return dtype
 
 

@@ -76,11 +76,12 @@ class GpuExecutor:
         self._rows_of: dict[int, int] = {}
         self._program_of: dict[int, GraphKey] = {}
         self._decoding: tuple[int, ...] = ()
-        self._compile(eager)
+        self._eager = eager
+        self._compile()
 
     # Start-up
 
-    def _compile(self, eager: bool) -> None:
+    def _compile(self) -> None:
         jit_compiles()  # installs the counter
         with self._phases.phase("lower"):
             self._programs = {key: self.lower(graph) for key, graph in self.graphs.items()}
@@ -88,7 +89,7 @@ class GpuExecutor:
             kernels = warm(self._programs.values(), self.streams)
             reset(self.ranks)
         with self._phases.phase("capture"):
-            if not eager:
+            if not self._eager:
                 for program in self._programs.values():
                     program.capture()
         self.counters["kernels"] = kernels
@@ -100,7 +101,8 @@ class GpuExecutor:
     def lower(self, graph: Graph) -> Program:
         """Launches of every rank with the configurations chosen now; neither warmed nor captured."""
         buffers = plan(graph, self.ranks[0].dtype.itemsize)
-        launches = [lower(graph, buffers, rank, self._pdl) for rank in self.ranks]
+        captured = not self._eager
+        launches = [lower(graph, buffers, rank, self._pdl, captured) for rank in self.ranks]
         return Program(launches, self.streams)
 
     # Steps
