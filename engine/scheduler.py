@@ -63,6 +63,9 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # slot -> request
         self._free = list(range(executor.num_slots))  # heap: the lowest slot first
+        # Slots of requests that were aborted before their first token was read: the prompt may
+        # still be on its way to the device from the slot's staging memory.
+        self._parked: dict[Request, int] = {}
         self._steps: deque[_Step] = deque()  # queued and unread, oldest first
         self._unsure = False  # a step may have been queued whose handle was lost
         self._failure: DeviceError | None = None  # set if the device could not be recovered
@@ -74,7 +77,8 @@ class Scheduler:
 
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        """Slots that no request holds."""
+        return len(self._free) + len(self._parked)
 
     def add(self, request: Request) -> None:
         """Queue a request; it starts when a slot is free, in the order of add()."""
@@ -110,6 +114,8 @@ class Scheduler:
         updates = []
         for request, token, entry in zip(step.rows, tokens, entries, strict=True):
             if request.finished:
+                if request in self._parked:
+                    heapq.heappush(self._free, self._parked.pop(request))
                 continue
             delta = request.accept(token, entry)
             updates.append((request, delta))
@@ -136,12 +142,18 @@ class Scheduler:
         """Forget all queued steps, here and on the device. Only while no request runs."""
         self._steps.clear()
         self._executor.recover()
+        for slot in self._parked.values():
+            heapq.heappush(self._free, slot)
+        self._parked.clear()
         self._unsure = False
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         del self._running[request.slot]
-        heapq.heappush(self._free, request.slot)
+        if request.token_ids:
+            heapq.heappush(self._free, request.slot)
+        else:
+            self._parked[request] = request.slot
         request.slot = None
 
     def _launch(self) -> None:

@@ -54,6 +54,7 @@ class FakeExecutor:
         self.next_read = 0
         self.deepest = 0
         self.batches: list[int] = []
+        self.prefilled_by: dict[int, int] = {}  # slot -> step
         self.closed = 0
         self.dead = False
         self.lose_handle_at: int | None = None  # the step interrupted as it is queued, once
@@ -92,6 +93,9 @@ class FakeExecutor:
 
     def prefill(self, slot, token_ids, start=0, *, temperature=0.0, seed=0):
         assert 0 <= slot < self.num_slots and start == 0 and len(token_ids) > 0
+        # The slot's staging memory is in use until its last prefill has run.
+        assert self.prefilled_by.get(slot, -1) < self.next_read, "the slot's prefill is unread"
+        self.prefilled_by[slot] = len(self.results)
         self.history[slot] = list(token_ids)
         self.prompt_len[slot] = len(token_ids)
         self.params[slot] = (temperature, seed if temperature else 0)

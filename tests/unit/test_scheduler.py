@@ -211,6 +211,23 @@ def test_abort_frees_the_slot_for_the_next():
     assert not scheduler.has_work and third.token_ids == []
 
 
+def test_a_slot_is_not_taken_over_while_its_prefill_is_unread():
+    executor = FakeExecutor(num_slots=1)
+    scheduler = Scheduler(executor)
+    first = make(executor, 0, [1], max_tokens=9)
+    scheduler.add(first)
+    executor.interrupt_at = 0
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.step()
+    scheduler.abort(first)
+    assert scheduler.free_slots == 1
+    scheduler._unsure = False  # no recovery: the queued steps stay, and are read in order
+    second = make(executor, 1, [2], max_tokens=9)
+    scheduler.add(second)
+    run(scheduler)
+    assert second.token_ids == expected([2], 9) and scheduler.free_slots == 1
+
+
 def test_a_lost_handle_is_recovered_from():
     """Ctrl-C between queueing a step and noting it, then the aborts that unwinding makes."""
     executor = FakeExecutor(num_slots=2)
