@@ -146,6 +146,8 @@ class Interpreter:
             x = rmsnorm_ref(x, self._read(op, "norm", rank), op.attrs["norm_eps"])
         loaded = self.weights[rank][op.input("w").name]
         bias = self._read(op, "bias", rank) if op.find("bias") is not None else None
+        if op.out.dtype == "f32" and loaded.weight.dtype == torch.float32:
+            x = x.float()  # logits are fp32: a 16-bit sum would round near ties together
         if loaded.scale is None and x.dtype == loaded.weight.dtype:
             y = linear(x, loaded.weight, bias)  # BLAS accumulates 16-bit products in fp32
         else:

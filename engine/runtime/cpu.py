@@ -23,7 +23,9 @@ from engine.runtime.state import new_state, rope_table
 class CpuExecutor:
     """Executor over `engine.graph.interpret`. A queued step is computed at once; reading only hands it out."""
 
-    max_in_flight = 1
+    max_in_flight = (
+        0  # a step is computed when it is queued: one queued ahead would delay the reading
+    )
 
     def __init__(
         self,

@@ -129,13 +129,16 @@ def _share(
         weights[name] = Loaded(weights[owner].weight[first:last])
 
 
-def _dequantized(weights: dict[str, Loaded], dtype: torch.dtype) -> dict[str, Loaded]:
-    """FP8 weights as `dtype`: the CPU converts e4m3 far too slowly to do it at every token."""
-    return {
+def _for_cpu(weights: dict[str, Loaded], dtype: torch.dtype) -> dict[str, Loaded]:
+    """FP8 weights as `dtype` (the CPU converts e4m3 far too slowly to do it at every token), and lm_head in
+    fp32, so that logits are fp32 as on the GPU."""
+    result = {
         name: loaded if loaded.scale is None
         else Loaded((loaded.weight.float() * loaded.scale[:, None]).to(dtype))
         for name, loaded in weights.items()
     }  # fmt: skip
+    result["lm_head.weight"] = Loaded(result["lm_head.weight"].weight.float())
+    return result
 
 
 def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecutor:
@@ -151,7 +154,7 @@ def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecuto
         model = _open(engine, config, "cpu")
     with phases.phase("load"):
         weights = _load(model, model.specs(tp), [torch.device("cpu")] * tp)
-        weights = [_dequantized(rank, model.dtype) for rank in weights]
+        weights = [_for_cpu(rank, model.dtype) for rank in weights]
     executor = CpuExecutor(
         config, tp, weights, dtype=model.dtype, num_slots=engine.max_num_seqs,
         max_model_len=engine.max_model_len or min(config.max_position_embeddings, CPU_CONTEXT),
