@@ -58,6 +58,24 @@ def _issue(
 
 
 @gluon.jit
+def _step(
+    x_desc, w_desc, xs, ws, bars, running, first, block, row_t, row_n, last,
+    FRAGMENT: gl.constexpr, DTYPE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Convert the weights of `block` behind the running wgmma, then start the wgmma of `block`; returns it."""
+    slot = (block - first) % STAGES
+    mbarrier.wait(bars.index(slot), ((block - first) // STAGES) & 1)
+    weights = _upcast(ws.index(slot).load(FRAGMENT), DTYPE)
+    acc = warpgroup_mma_wait(0, deps=[running])
+    running = warpgroup_mma(
+        weights, xs.index(slot).permute((1, 0)), warpgroup_mma_init(acc), is_async=True
+    )
+    gl.thread_barrier()  # all warpgroups have waited, so the stage of block - 1 is free
+    _issue(x_desc, w_desc, xs, ws, bars, first, block - 1 + STAGES, row_t, row_n, last, STAGES)
+    return running
+
+
+@gluon.jit
 def _store(
     y, out, residual, first_t, first_n, T, N, out_stride, res_stride, ADD: gl.constexpr
 ):  # fmt: skip
@@ -154,19 +172,19 @@ def gemm_async_kernel(
     running = warpgroup_mma(
         weights, xs.index(0).permute((1, 0)), warpgroup_mma_init(acc), is_async=True
     )
-    for block in range(first + 1, last):
-        slot = (block - first) % STAGES
-        mbarrier.wait(bars.index(slot), ((block - first) // STAGES) & 1)
-        after = _upcast(ws.index(slot).load(FRAGMENT), DTYPE)
-        # `weights` is in the list so that its registers live until the multiplication is done.
-        acc, weights = warpgroup_mma_wait(0, deps=[running, weights])
-        running = warpgroup_mma(
-            after, xs.index(slot).permute((1, 0)), warpgroup_mma_init(acc), is_async=True
-        )
-        weights = after
-        gl.thread_barrier()  # all warpgroups have waited, so the stage of block - 1 is free
-        _issue(x_desc, w_desc, xs, ws, bars, first, block - 1 + STAGES, row_t, row_n, last, STAGES)
-    acc, weights = warpgroup_mma_wait(0, deps=[running, weights])
+    # Two steps a turn, so that a fragment never lies in the registers that the running wgmma still reads.
+    for pair in range((last - first - 1) // 2):
+        for odd in gl.static_range(2):
+            running = _step(
+                x_desc, w_desc, xs, ws, bars, running, first, first + 1 + 2 * pair + odd,
+                row_t, row_n, last, FRAGMENT, DTYPE, STAGES,
+            )  # fmt: skip
+    if (last - first) % 2 == 0:
+        running = _step(
+            x_desc, w_desc, xs, ws, bars, running, first, last - 1, row_t, row_n, last,
+            FRAGMENT, DTYPE, STAGES,
+        )  # fmt: skip
+    acc = warpgroup_mma_wait(0, deps=[running])
     gl.thread_barrier()
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))
