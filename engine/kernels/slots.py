@@ -25,11 +25,11 @@ needs another exchange between two uses.
 Slot numbers are constants of a captured graph, so S must divide the calls of one replay: else the
 last calls of a replay and the first of the next do not rotate.
 
-Two graphs with different message sizes need two workspaces where S >= 3: a clear covers what the
-same graph wrote, and a graph's last two slots wait for its next replay. Under the own-slot rule
-everything that a call used is armed again when its poll ends, so graphs of any sizes may share two
-slots, if each has an even number of calls. That is what the engine's buffers do; it costs the
-re-arm after the poll instead of in the time of flight.
+Graphs with different message sizes may share a buffer, if each has a multiple of S calls and all
+their slots start at the same offsets: the poll of call i re-arms, in its own graph's layout, what
+the same replay uses in call i + 2; the first two slots of a replay are re-armed by its own last
+two polls. (The model checks it.) The engine's buffers use S = 2, which any even number of calls
+divides; it pays for the re-arm after the poll instead of in the time of flight.
 
 One collective in flight per workspace, one stream per rank.
 """

@@ -31,6 +31,7 @@ class Op(NamedTuple):
     peer: int
     call: int
     chunk: int
+    size: int = 1  # chunks of the message: source q's chunk c lies at q * size + c of the area
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ class Machine:
 
     def _touched(self, rank: int, op: Op) -> list[tuple]:
         if op.kind == "store":
-            return [("word", op.peer, op.area, rank, op.chunk)]
+            return [("word", op.peer, op.area, rank * op.size + op.chunk)]
         if op.kind == "read":
             sources = range(self.world) if op.peer == ALL else (op.peer,)
-            return [("word", rank, op.area, source, op.chunk) for source in sources]
+            return [("word", rank, op.area, q * op.size + op.chunk) for q in sources]
         if op.kind == "clear":
-            return [("word", rank, op.area, source, op.chunk) for source in range(self.world)]
+            return [("word", rank, op.area, q * op.size + op.chunk) for q in range(self.world)]
         if op.kind == "publish":
             return [("data", rank, op.area, op.chunk)]
         if op.kind == "pull":
@@ -231,8 +232,8 @@ class Exchange:
     chunks: int = 0  # size of the message where it is not the graph's own (0)
 
 
-def _pushes(exchange: Exchange, call: int, chunk: int, world: int) -> tuple[Op, ...]:
-    return tuple(Op("store", exchange.area, q, call, chunk) for q in range(world))
+def _pushes(exchange: Exchange, call: int, chunk: int, world: int, chunks: int) -> tuple[Op, ...]:
+    return tuple(Op("store", exchange.area, q, call, chunk, chunks) for q in range(world))
 
 
 def _polls(
@@ -240,9 +241,13 @@ def _polls(
 ) -> tuple[tuple[Op, ...], ...]:
     wanted = range(chunks) if read_all else (chunk,)
     sources = range(world) if fine else (ALL,)
-    reads = tuple(Op("read", exchange.area, q, call, c) for q in sources for c in wanted)
-    own = tuple(Op("clear", a, 0, call, chunk) for a in exchange.clears if a == exchange.area)
-    other = tuple(Op("clear", a, 0, call, chunk) for a in exchange.clears if a != exchange.area)
+    reads = tuple(Op("read", exchange.area, q, call, c, chunks) for q in sources for c in wanted)
+    own = tuple(
+        Op("clear", a, 0, call, chunk, chunks) for a in exchange.clears if a == exchange.area
+    )
+    other = tuple(
+        Op("clear", a, 0, call, chunk, chunks) for a in exchange.clears if a != exchange.area
+    )
     return (reads + other, own) if own else (reads + other,)
 
 
@@ -260,7 +265,7 @@ def split_form(
     kernels = []
     for call, exchange in enumerate(exchanges):
         size = exchange.chunks or programs
-        push = tuple((_pushes(exchange, call, c, world),) for c in range(size))
+        push = tuple((_pushes(exchange, call, c, world, size),) for c in range(size))
         poll = tuple(_polls(exchange, call, c, world, size, read_all, fine) for c in range(size))
         kernels += [Kernel(push), Kernel(poll, poll_waits)]
     return [kernels] * world
@@ -280,7 +285,7 @@ def fused_form(
         for c in range(programs):
             stages: tuple[tuple[Op, ...], ...] = ()
             for call in range(start, start + per_kernel):
-                stages += (_pushes(exchanges[call], call, c, world),)
+                stages += (_pushes(exchanges[call], call, c, world, programs),)
                 stages += _polls(exchanges[call], call, c, world, programs, False, fine)
             bodies.append(stages)
         kernels.append(Kernel(tuple(bodies)))
