@@ -25,7 +25,6 @@ gives the same bits alone and among others as long as the config is the same. A 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +32,14 @@ import triton
 
 from engine.errors import EngineError
 from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
-from engine.kernels.gemv_ring import gemv_ring_kernel, ring_shape
+from engine.kernels.gemv_config import (
+    GemvConfig,
+    heuristic,
+    ring_shape,
+    rows_block_n,
+    simple_config,
+)
+from engine.kernels.gemv_ring import gemv_ring_kernel
 from engine.kernels.gemv_simple import gemv_kernel
 from engine.kernels.rope_append import rotate_pairs
 from engine.kernels.silu import silu_mul_ref
@@ -42,60 +48,19 @@ from engine.kernels.silu import silu_mul_ref
 KEY_FIELDS = ("n", "k", "weight_dtype")
 SOURCES = ("gemv_simple.py", "gemv_epilogue.py", "gemv_ring.py")
 
+__all__ = [
+    "KEY_FIELDS",
+    "MAX_ROWS",
+    "SOURCES",
+    "GemvConfig",
+    "gemv",
+    "gemv_ref",
+    "heuristic",
+    "linear_ref",
+    "plan_gemv",
+]
+
 MAX_ROWS = 8
-
-
-@dataclass(frozen=True)
-class GemvConfig:
-    """How one weight matrix is walked.
-
-    kernel: "simple" or "ring". block_n x block_k: weights per tile.
-    Ring only: stages of the ring; warps_k warps that share an output row's K; at most `programs` programs in
-    the grid, programs_per_sm of them on a multiprocessor (they share its 227 KB of shared memory).
-    """
-
-    kernel: str = "simple"
-    block_n: int = 4
-    block_k: int = 1024
-    num_warps: int = 4
-    stages: int = 0
-    programs: int = 0
-    warps_k: int = 0
-    programs_per_sm: int = 0
-
-
-def weight_name(dtype: torch.dtype | str) -> str:
-    """ "fp8", "bf16" or "fp16". Raises EngineError for any other dtype."""
-    names = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    if isinstance(dtype, str) and dtype in names.values():
-        return dtype
-    if dtype not in names:
-        raise EngineError(f"GEMV weights are bf16, fp16 or float8_e4m3fn, not {dtype}")
-    return names[dtype]
-
-
-def simple_config(n: int, k: int, weight_dtype: torch.dtype | str) -> GemvConfig:
-    """A config of the plain kernel for any shape: 16 bytes a load, no more block than the shape has."""
-    vector = 16 if weight_name(weight_dtype) == "fp8" else 8
-    block_k = min(512, max(vector * 4, triton.next_power_of_2(k)))
-    return GemvConfig("simple", 8 if n >= 8 else 2, block_k, 4 if block_k >= 256 else 1)
-
-
-def rows_block_n(config: GemvConfig, rows: int) -> int:
-    """block_n of the plain kernel at `rows` rows: halved until the accumulators fit in 128 registers.
-
-    The order of a sum over K does not depend on block_n, so the bits do not either.
-    """
-    block_n = config.block_n
-    while block_n > 2 and block_n * config.block_k * rows > 128 * 32 * config.num_warps:
-        block_n //= 2
-    return block_n
-
-
-def heuristic(n: int, k: int, weight_dtype: torch.dtype | str, sm_count: int = 132) -> GemvConfig:
-    """Config for an [n, k] weight when nothing was tuned, the same for every row count. Pure."""
-    del sm_count
-    return simple_config(n, k, weight_dtype)
 
 
 def _check(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> tuple[int, int, int]:
@@ -187,11 +152,7 @@ def plan_gemv(
     if config.kernel == "simple":
         block_n = rows_block_n(config, rows)
         return gemv_kernel, (triton.cdiv(n, block_n),), {**arguments, "BLOCK_N": block_n}
-    shape = ring_shape(
-        n, k, rows, x.dtype, w.dtype, block_n=config.block_n, block_k=config.block_k, stages=config.stages,
-        num_warps=config.num_warps, warps_k=config.warps_k, programs=config.programs,
-        programs_per_sm=config.programs_per_sm,
-    )  # fmt: skip
+    shape = ring_shape(config, n, k, rows, x.dtype, w.dtype)
     arguments.update(
         k_tiles=triton.cdiv(k, config.block_k), STAGES=config.stages, WARPS_K=config.warps_k,
         ROWS_PER_PROGRAM=shape.rows_per_program, STAGE_X=shape.stage_x,

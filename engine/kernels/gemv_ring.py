@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005 - Triton has no starred tuples.
-# mypy: disable-error-code="assignment, var-annotated, attr-defined"
+# mypy: disable-error-code="assignment, var-annotated, attr-defined, index"
 """The streaming GEMV (Gluon): a shared-memory ring of weight tiles feeding tensor cores.
 
 Formula and shapes: gemv.py. A persistent program owns a contiguous run of output rows and streams their weights
@@ -22,15 +22,11 @@ Shared memory per program: STAGES x BLOCK_N x BLOCK_K x bytes of the ring + 2 R 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from engine.errors import EngineError
 from engine.kernels.gemv_epilogue import (
     rope_operands,
     store_outputs,
@@ -39,10 +35,6 @@ from engine.kernels.gemv_epilogue import (
     store_silu,
 )
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
-
-SHARED_BYTES = (
-    227 * 1024
-)  # of one multiprocessor, for all its programs (1 KB of it reserved for each)
 
 
 @gluon.jit
@@ -391,53 +383,3 @@ def gemv_ring_kernel(
                     even, odd, operands, pair, row, live, out_ptr, k_cache_ptr, v_cache_ptr, NUM_HEADS,
                     NUM_KV_HEADS, HEAD_DIM, MAX_LEN,
                 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RingShape:
-    """What follows from a config and a shape. Shared memory in bytes for one program."""
-
-    programs: int
-    rows_per_program: int
-    stage_x: bool
-    shared_bytes: int
-
-
-def ring_shape(
-    n: int, k: int, rows: int, x_dtype: torch.dtype, w_dtype: torch.dtype, *, block_n: int, block_k: int,
-    stages: int, num_warps: int, warps_k: int, programs: int, programs_per_sm: int,
-) -> RingShape:  # fmt: skip
-    """Partition of N over the programs, and whether x fits in shared memory beside the ring.
-
-    Raises EngineError when the config does not fit the shape, the tensor-core tiles or shared memory.
-    """
-    size = w_dtype.itemsize
-    if (k * size) % 16 or k % 8:
-        raise EngineError(f"ring GEMV: K = {k} rows are not a multiple of 16 bytes; use simple")
-    if size == 2 and x_dtype != w_dtype:
-        raise EngineError(f"ring GEMV: x is {x_dtype} and W {w_dtype}; 16-bit types must be equal")
-    warps_n = num_warps // max(1, warps_k)
-    if warps_n * warps_k != num_warps or block_n % (16 * warps_n):
-        raise EngineError(
-            f"ring GEMV: block_n {block_n} must be a multiple of 16 x {num_warps}/{warps_k} warps"
-        )
-    if block_k % warps_k or (block_k // warps_k * size) % 128 or stages < 2:
-        raise EngineError(
-            f"ring GEMV: block_k {block_k} over {warps_k} warps must be multiples of 128 bytes, stages >= 2"
-        )
-    # Whole pairs of rows (gate/up, RoPE, Lamport words); at most two rows of imbalance.
-    rows_per_program = 2 * triton.cdiv(n, 2 * programs)
-    padded_rows = triton.next_power_of_2(rows)
-    ring = stages * block_n * block_k * size
-    scratch = 4 * padded_rows * warps_k * block_n
-    chunk = max(num_warps * 256, block_k)
-    staged = 2 * padded_rows * triton.cdiv(k, chunk) * chunk
-    budget = SHARED_BYTES // programs_per_sm - (1024 if programs_per_sm > 1 else 0)
-    stage_x = ring + scratch + staged <= budget
-    shared = ring + scratch + (staged if stage_x else 0)
-    if shared > budget:
-        raise EngineError(
-            f"ring GEMV: {stages} stages of {block_n} x {block_k} take {shared} bytes of shared memory; "
-            f"a program has {budget}"
-        )
-    return RingShape(triton.cdiv(n, rows_per_program), rows_per_program, stage_x, shared)

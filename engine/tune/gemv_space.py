@@ -7,8 +7,7 @@ from itertools import product
 import torch
 
 from engine.errors import EngineError
-from engine.kernels.gemv import GemvConfig, weight_name
-from engine.kernels.gemv_ring import ring_shape
+from engine.kernels.gemv_config import GemvConfig, ring_shape, weight_name
 
 
 def candidates(
@@ -44,11 +43,7 @@ def candidates(
 
 def _fits(config: GemvConfig, n: int, k: int, rows: int, w_dtype: torch.dtype) -> bool:
     try:
-        ring_shape(
-            n, k, rows, torch.bfloat16, w_dtype, block_n=config.block_n, block_k=config.block_k,
-            stages=config.stages, num_warps=config.num_warps, warps_k=config.warps_k,
-            programs=config.programs, programs_per_sm=config.programs_per_sm,
-        )  # fmt: skip
+        ring_shape(config, n, k, rows, torch.bfloat16, w_dtype)
     except EngineError:
         return False
     return True

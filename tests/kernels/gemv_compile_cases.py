@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
-from engine.kernels.gemv import GemvConfig, heuristic, plan_gemv, simple_config
+from engine.kernels.gemv import GemvConfig, heuristic, plan_gemv
+from engine.kernels.gemv_config import simple_config
 from tests.kernels.compile_sm90 import Report, compile_launch, to_json
 
 DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,16 +7,8 @@ import torch
 
 from engine.errors import EngineError
 from engine.kernels.epilogue import Push, Residual, RopeAppend, SiluMul, Store
-from engine.kernels.gemv import (
-    KEY_FIELDS,
-    GemvConfig,
-    gemv,
-    gemv_ref,
-    heuristic,
-    rows_block_n,
-    simple_config,
-    weight_name,
-)
+from engine.kernels.gemv import KEY_FIELDS, GemvConfig, gemv, gemv_ref, heuristic
+from engine.kernels.gemv_config import rows_block_n, simple_config, weight_name
 
 FP8 = torch.float8_e4m3fn
 POISON = float("nan")

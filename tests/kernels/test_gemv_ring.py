@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.errors import EngineError
-from engine.kernels.gemv_ring import SHARED_BYTES, ring_shape
+from engine.kernels.gemv_config import MAX_STAGES, SHARED_BYTES, GemvConfig, heuristic, ring_shape
 from tests.kernels.compile_sm90 import run_compile_checks
 
 CASES = 18
@@ -30,11 +30,11 @@ def test_rows_do_not_change_bits(results):
     assert all(bits.values()), bits
 
 
-def shape(n, k, rows=1, x=torch.bfloat16, w=FP8, **config):
+def shape(n, k, rows=1, x=torch.bfloat16, w=FP8, **change):
     values = dict(
         block_n=64, block_k=512, stages=4, num_warps=8, warps_k=4, programs=132, programs_per_sm=1
     )
-    return ring_shape(n, k, rows, x, w, **{**values, **config})
+    return ring_shape(GemvConfig("ring", **{**values, **change}), n, k, rows, x, w)
 
 
 @pytest.mark.parametrize("n", [2, 34, 1280, 7392, 8192, 29568, 37888, 152064])
@@ -66,3 +66,17 @@ def test_x_is_staged_when_it_fits():
 def test_configs_that_do_not_fit_are_refused(change, message):
     with pytest.raises(EngineError, match=message):
         shape(**{"n": 8192, "k": 8192, **change})
+
+
+@pytest.mark.parametrize("weight", [FP8, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1024, 1280, 3584, 7392, 8192, 29568, 37888, 152064])
+@pytest.mark.parametrize("k", [512, 1024, 3584, 3696, 8192, 14784, 18944, 29568])
+def test_heuristic_gives_a_deep_ring_that_fits_all_row_counts(n, k, weight):
+    config = heuristic(n, k, weight)
+    assert config.kernel == "ring" and 3 <= config.stages <= MAX_STAGES
+    x = torch.bfloat16 if weight == FP8 else weight
+    for rows in range(1, 9):
+        assert ring_shape(config, n, k, rows, x, weight).shared_bytes <= SHARED_BYTES
+    # At least 64 KB in flight behind the wait: twice what Little's law asks for.
+    tile = config.block_n * config.block_k * weight.itemsize
+    assert (config.stages - 1) * tile >= 64 << 10
