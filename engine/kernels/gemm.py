@@ -53,7 +53,9 @@ class GemmConfig:
     block_k: int = 64
     warps: int = 4
     stages: int = 4  # depth of the load pipeline
-    swap: bool = False  # weight rows as the M operand of the tensor-core instruction
+    swap: bool = (
+        False  # weight rows as the M operand of the tensor-core instruction ("async": always)
+    )
     split_k: int = 1  # > 1 needs a workspace
     group: int = 8  # token tiles that run next to each other on one weight tile
     tma: bool = True  # tensor-memory-accelerator loads where alignment allows
@@ -99,29 +101,30 @@ def heuristic(
 ) -> GemmConfig:
     """Configuration for a shape no table knows: fills the SMs, then keeps tiles large."""
     fp8 = weight_dtype in ("fp8", _FP8)
+    kernel = "async" if fp8 else "triton"
     if t <= 64:
-        return _small_t(t, n, k, fp8, sm_count)
-    if t <= 128 or triton.cdiv(t, 128) * triton.cdiv(n, 128) < 2 * sm_count:
+        # Bound by the read of the weights, so all SMs must stream, with deep pipelines.
+        tiles, blocks, split = triton.cdiv(n, 64), triton.cdiv(k, 128), 1
+        while tiles * split < sm_count and blocks // (split + 1) >= 8 and split < 8:
+            split += 1
         return GemmConfig(
-            block_t=128, block_n=128, block_k=64, warps=8 if fp8 else 4, stages=4 if fp8 else 3
-        )
-    if fp8:
-        # Few weight rows and many tokens: each converted weight serves 256 tokens.
-        return GemmConfig(block_t=256, block_n=64, block_k=64, warps=8, stages=3)
-    return GemmConfig(block_t=256, block_n=128, block_k=64, warps=8, stages=4)
+            kernel, block_t=max(16, triton.next_power_of_2(t)), block_n=64, block_k=128, warps=4,
+            stages=6 if fp8 else 4, swap=True, split_k=split,
+        )  # fmt: skip
 
+    def waves(block_t: int, split: int) -> float:
+        """Tile areas one SM works off; a smaller tile reads more, a split adds its partial sums."""
+        tiles = triton.cdiv(t, block_t) * triton.cdiv(n, 128) * split
+        price = (1.0 if block_t == 256 else 1.1) * (1.0 if split == 1 else 1.05)
+        return triton.cdiv(tiles, sm_count) * block_t / split * price
 
-def _small_t(t: int, n: int, k: int, fp8: bool, sm_count: int) -> GemmConfig:
-    """Up to 64 rows: bound by the read of the weights, so all SMs must stream, with deep pipelines."""
-    block_t = max(16, triton.next_power_of_2(t))
-    split = 1
-    tiles = triton.cdiv(n, 64)
-    blocks = triton.cdiv(k, 128)
-    while tiles * split < sm_count and blocks // (split + 1) >= 8 and split < 8:
-        split += 1
+    options = [(256, 1), (128, 1)] if t > 128 else [(128, 1)]
+    options += [(128, split) for split in (2, 3) if triton.cdiv(k, 64) // split >= 8]
+    block_t, split = min(options, key=lambda option: waves(*option))
+    small = block_t == 128 and split == 1 and not fp8
     return GemmConfig(
-        block_t=block_t, block_n=64, block_k=128, warps=4, stages=6 if fp8 else 4, swap=True,
-        split_k=split,
+        kernel, block_t=block_t, block_n=128, block_k=64, warps=4 if small else 8,
+        stages=3 if small else 4, swap=fp8, split_k=split,
     )  # fmt: skip
 
 

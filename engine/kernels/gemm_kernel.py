@@ -164,6 +164,7 @@ def gemm_kernel(
         acc = tl.full([BN, BT], 0.0, tl.float32)
     else:
         acc = tl.full([BT, BN], 0.0, tl.float32)
+    tl.assume(last > first)  # a loop that may not run at all makes ptxas serialise its wgmma
     if PDL:
         gdc_wait()
     for block in range(first, last):

@@ -44,28 +44,28 @@ def shared_bytes(config: GemmConfig, fp8: bool) -> int:
 def _small(t: int, fp8: bool) -> Iterator[GemmConfig]:
     """Bound by the read of the weights: narrow token tiles, deep pipelines of 16 to 64 KB a stage."""
     block_t = min(128, max(16, triton.next_power_of_2(t)))
-    for block_n, block_k, stages in (
-        ((64, 128, 4), (64, 128, 6), (64, 256, 3), (64, 256, 4), (128, 128, 4), (128, 128, 6))
-        if fp8
-        else ((64, 64, 4), (64, 128, 3), (64, 128, 4), (128, 64, 4), (128, 64, 6), (128, 128, 3))
-    ):
-        yield GemmConfig(
-            block_t=block_t, block_n=block_n, block_k=block_k, warps=4, stages=stages, swap=True
-        )
     if fp8:
         for block_n, block_k, warps, stages in (
-            (64, 128, 4, 4), (64, 128, 4, 8), (64, 256, 4, 4), (128, 128, 8, 4), (128, 128, 4, 4),
+            (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 4, 8), (64, 256, 4, 4), (128, 128, 8, 4),
+            (128, 128, 8, 6), (64, 64, 4, 8),
         ):  # fmt: skip
             yield GemmConfig(
                 kernel="async", block_t=block_t, block_n=block_n, block_k=block_k, warps=warps,
-                stages=stages,
+                stages=stages, swap=True,
             )  # fmt: skip
-        # Weights through shared memory: wgmma stays asynchronous; 64 rows at least.
+        # Weights through shared memory, tokens as M: 64 rows at least.
         for block_n, block_k, stages in ((64, 128, 4), (128, 64, 4), (128, 128, 3)):
             yield GemmConfig(
                 block_t=max(64, block_t), block_n=block_n, block_k=block_k, warps=4, stages=stages
             )
-    elif t > 32:
+        return
+    for block_n, block_k, stages in (
+        (64, 64, 4), (64, 128, 3), (64, 128, 4), (128, 64, 4), (128, 64, 6), (128, 128, 3),
+    ):  # fmt: skip
+        yield GemmConfig(
+            block_t=block_t, block_n=block_n, block_k=block_k, warps=4, stages=stages, swap=True
+        )
+    if t > 32:
         yield GemmConfig(block_t=64, block_n=128, block_k=64, warps=4, stages=4)
         yield GemmConfig(block_t=128, block_n=128, block_k=64, warps=4, stages=3)
 
@@ -79,12 +79,11 @@ def _large(t: int, fp8: bool) -> Iterator[GemmConfig]:
         ):  # fmt: skip
             yield GemmConfig(
                 kernel="async", block_t=block_t, block_n=block_n, block_k=block_k, warps=warps,
-                stages=stages,
+                stages=stages, swap=True,
             )  # fmt: skip
         for block_t, block_n, block_k, warps, stages in (
             (256, 64, 64, 4, 3), (256, 64, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3),
-            (128, 128, 128, 8, 3), (256, 128, 64, 8, 4), (128, 256, 64, 8, 4), (128, 64, 128, 4, 3),
-            (256, 128, 128, 8, 2),
+            (128, 128, 128, 8, 3), (256, 128, 64, 8, 4), (128, 64, 128, 4, 3), (256, 128, 128, 8, 2),
         ):  # fmt: skip
             yield GemmConfig(
                 block_t=block_t, block_n=block_n, block_k=block_k, warps=warps, stages=stages

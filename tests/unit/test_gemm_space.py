@@ -38,3 +38,4 @@ def test_small_grids_are_split_and_large_ones_are_not() -> None:
     assert heuristic(16, 1280, 8192, "fp8", 132).split_k > 1  # 20 tiles of 64 rows on 132 SMs
     assert heuristic(16, 29568, 8192, "fp8", 132).split_k == 1
     assert heuristic(512, 29568, 8192, "bf16", 132).split_k == 1
+    assert heuristic(512, 5120, 8192, "fp8", 132).split_k > 1  # 80 or 160 tiles: half the SMs idle
