@@ -23,6 +23,13 @@ def is_send(launch: Launch) -> bool:
     return launch.op.kind in _SENDS or launch.op.attrs.get("epilogue") == "push"
 
 
+def _site(launch: Launch) -> object:
+    """What pairs a send with its wait: the all-reduce's number, "sampling", or None for other launches."""
+    if is_send(launch) or launch.op.kind in _WAITS:
+        return launch.op.attrs.get("site", "sampling")
+    return None
+
+
 class Program:
     """The launches of every rank of one graph; run eagerly or as captured graphs."""
 
@@ -98,24 +105,26 @@ def warm(
 
     seen: set[tuple[str, int]] = set()
     for program in programs:
-        pushed: set[object] = set()
-        for index, launch in enumerate(program.launches[0]):
-            column = [
-                (line[index], stream) for line, stream in zip(program.launches, program.streams)
-            ]
-            new = any((item.key, stream.device.index) not in seen for item, stream in column)
-            site = launch.op.attrs.get("site", "sampling")
-            wait = launch.op.kind in _WAITS
-            if not new and not (wait and site in pushed):
+        columns = list(zip(*program.launches))
+
+        def new(column: tuple[Launch, ...], program: Program = program) -> bool:
+            return any(
+                (item.key, stream.device.index) not in seen
+                for item, stream in zip(column, program.streams)
+            )
+
+        # A send and its wait run together or not at all: a wait alone would spin until it expires.
+        sites = {
+            _site(column[0]) for column in columns if _site(column[0]) is not None and new(column)
+        }
+        for column in columns:
+            site = _site(column[0])
+            if not (site in sites if site is not None else new(column)):
                 continue
-            if wait and site not in pushed:
-                raise AssertionError(f"{launch}: a wait would be warmed without its send")
-            if is_send(launch):
-                pushed.add(site)
-            for item, stream in column:
+            for item, stream in zip(column, program.streams):
                 run((item, stream))
                 seen.add((item.key, stream.device.index))
-            if wait or is_send(launch):
+            if site is not None:
                 for device in devices:
                     torch.cuda.synchronize(device)
     for device in devices:

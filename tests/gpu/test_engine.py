@@ -49,8 +49,9 @@ def rms_error(got, expected):
 
 
 def bound(folder, dtype="bfloat16", quantization=None):
-    """Twice the error of the references run in the same 16-bit type against fp32: the kernels round at no
-    more places than they do (they keep fp32 between prologue, sum and epilogue)."""
+    """Three times the error of the references run in the same 16-bit type against fp32, prefill alone: the
+    kernels keep fp32 between prologue, sum and epilogue, but round the attention's probabilities for the
+    tensor cores, and decode steps add the rounding of the KV and of the tokens before."""
     errors = []
     for slot, prompt in enumerate(PROMPTS):
         low = Lockstep(
@@ -60,7 +61,7 @@ def bound(folder, dtype="bfloat16", quantization=None):
         errors.append(rms_error(low.vocab_logits(low.prefill(slot, prompt)).float(),
                                 high.vocab_logits(high.prefill(slot, prompt))))  # fmt: skip
     assert max(errors) < 0.1
-    return 2 * max(errors)
+    return 3 * max(errors)
 
 
 def check_against_oracle(folder, executor, dtype="bfloat16", steps=6):
