@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 
-from engine.errors import EngineError
-from engine.kernels.gemv_config import GemvConfig, ring_shape, weight_name
+from engine.kernels.gemv_config import (
+    GemvConfig,
+    deepest_ring,
+    heuristic,
+    simple_config,
+    weight_name,
+)
+
+# Rings worth a place: (rows of a tile, bytes of K, warps, warps that share K, programs a multiprocessor).
+# From timing all 44 combinations of 16..64 rows, 256..1024 bytes, 4 or 8 warps in the chain on an H200, 72B
+# FP8 at TP=2 and 7B BF16 at TP=1 (2026-11-30): the winner of each shape and its neighbours. One warp on a
+# row's K never won.
+_RINGS = (
+    (64, 256, 4, 2, 2), (64, 512, 8, 2, 1), (64, 512, 4, 4, 1), (64, 1024, 8, 4, 1), (64, 512, 8, 4, 1),
+    (64, 512, 4, 2, 2), (32, 1024, 8, 4, 2), (32, 1024, 4, 4, 1), (32, 1024, 4, 4, 2), (32, 512, 8, 4, 2),
+    (32, 512, 4, 4, 2), (32, 512, 4, 2, 2), (16, 1024, 4, 4, 2), (16, 1024, 8, 8, 2), (16, 512, 4, 4, 2),
+    (32, 1024, 8, 8, 1),
+)  # fmt: skip
 
 
 def candidates(
     n: int, k: int, weight_dtype: torch.dtype | str, rows: int = 1, sm_count: int = 132
 ) -> list[GemvConfig]:
-    """Configurations for an [n, k] weight that fit shared memory at `rows` rows, no duplicates.
-
-    Plain kernel: 16 to 64 bytes of weights a thread and tile. Ring: at least 48 KB in flight on a
-    multiprocessor (Little's law: 4.3 TB/s x 1 us over 132 of them is 33 KB), one or two programs on each.
-    """
+    """Configurations for an [n, k] weight, each with the deepest ring that fits shared memory at any row
+    count (bytes in flight are what a ring is for), the plain kernel and the heuristic's choice included."""
+    del rows  # a configuration serves 1 to 8 rows, see gemv.py
     name = weight_name(weight_dtype)
     size = 1 if name == "fp8" else 2
-    found: dict[GemvConfig, None] = {}
-    for block_n, block_k, warps in product((2, 4, 8), (512, 1024), (4, 8)):
-        if 16 <= block_n * block_k * size // (32 * warps) <= 32 and block_k <= 2 * k:
-            found[GemvConfig("simple", block_n, block_k, warps)] = None
-    w_dtype = torch.float8_e4m3fn if size == 1 else torch.bfloat16
-    for block_n, bytes_k, (warps, warps_k), per_sm in product(
-        (16, 32, 64), (256, 512, 1024), ((4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)), (1, 2)
-    ):
-        if bytes_k // size > k:
-            continue
-        deepest = [
-            config for stages in (12, 8, 6, 4, 3)
-            if _fits(config := GemvConfig(
-                "ring", block_n, bytes_k // size, warps, stages, sm_count * per_sm, warps_k, per_sm
-            ), n, k, rows, w_dtype)
-            and block_n * bytes_k * (stages - 1) * per_sm >= 64 << 10
-        ]  # fmt: skip
-        found.update(dict.fromkeys(deepest[:1]))  # the deepest ring that fits: bytes in flight
-    return list(found)
-
-
-def _fits(config: GemvConfig, n: int, k: int, rows: int, w_dtype: torch.dtype) -> bool:
-    try:
-        ring_shape(config, n, k, rows, torch.bfloat16, w_dtype)
-    except EngineError:
-        return False
-    return True
+    w_dtype = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    found = [heuristic(n, k, name, sm_count), simple_config(n, k, name)]
+    for block_n, bytes_k, warps, warps_k, per_sm in _RINGS:
+        block_k = bytes_k // size
+        ring = GemvConfig("ring", block_n, block_k, warps, 2, sm_count * per_sm, warps_k, per_sm)
+        deep = deepest_ring(ring, n, k, w_dtype) if block_k <= k else None
+        if deep is not None:
+            found.append(deep)
+    return list(dict.fromkeys(found))
