@@ -44,17 +44,26 @@ def _upcast(w, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _issue(
-    x_desc, w_desc, xs, ws, bars, first, block, row_t, row_n, last, STAGES: gl.constexpr
+def _issue_weights(
+    x_desc, w_desc, ws, bars, first, block, row_n, last, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Start the TMA loads of K block `block` of first..last-1 into its stage; nothing from `last` on."""
+    """Arm the stage of K block `block` of first..last-1 and start its weights; nothing from `last` on."""
     live = block < last
     slot = (block - first) % STAGES
     bar = bars.index(slot)
-    BK: gl.constexpr = x_desc.block_type.shape[1]
+    BK: gl.constexpr = w_desc.block_type.shape[1]
     mbarrier.expect(bar, x_desc.block_type.nbytes + w_desc.block_type.nbytes, pred=live)
     tma.async_copy_global_to_shared(w_desc, [row_n, block * BK], bar, ws.index(slot), pred=live)
-    tma.async_copy_global_to_shared(x_desc, [row_t, block * BK], bar, xs.index(slot), pred=live)
+
+
+@gluon.jit
+def _issue_tokens(x_desc, xs, bars, first, block, row_t, last, STAGES: gl.constexpr):
+    """Start the tokens of K block `block`, whose stage `_issue_weights` has armed."""
+    slot = (block - first) % STAGES
+    BK: gl.constexpr = x_desc.block_type.shape[1]
+    tma.async_copy_global_to_shared(
+        x_desc, [row_t, block * BK], bars.index(slot), xs.index(slot), pred=block < last
+    )
 
 
 @gluon.jit
@@ -71,7 +80,8 @@ def _step(
         weights, xs.index(slot).permute((1, 0)), warpgroup_mma_init(acc), is_async=True
     )
     gl.thread_barrier()  # all warpgroups have waited, so the stage of block - 1 is free
-    _issue(x_desc, w_desc, xs, ws, bars, first, block - 1 + STAGES, row_t, row_n, last, STAGES)
+    _issue_weights(x_desc, w_desc, ws, bars, first, block - 1 + STAGES, row_n, last, STAGES)
+    _issue_tokens(x_desc, xs, bars, first, block - 1 + STAGES, row_t, last, STAGES)
     return running
 
 
@@ -161,10 +171,12 @@ def gemm_async_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), count=1)
     gl.thread_barrier()
+    for s in gl.static_range(STAGES):  # weights need not wait for the kernel in front
+        _issue_weights(x_desc, w_desc, ws, bars, first, first + s, row_n, last, STAGES)
     if PDL:
         gdc_wait()
     for s in gl.static_range(STAGES):
-        _issue(x_desc, w_desc, xs, ws, bars, first, first + s, row_t, row_n, last, STAGES)
+        _issue_tokens(x_desc, xs, bars, first, first + s, row_t, last, STAGES)
 
     mbarrier.wait(bars.index(0), 0)
     weights = _upcast(ws.index(0).load(FRAGMENT), DTYPE)
