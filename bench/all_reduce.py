@@ -1,0 +1,353 @@
+"""All-reduce on the card: links, bits, latency by size, the bounded spin. `python -m
+bench.all_reduce`.
+
+Needs one CUDA device (virtual ranks only) or two and more. Every spin ends after 2 s, so nothing
+hangs. Sections, in order, each skipped with a line once --time-limit is spent: links        the
+probe's matrix correctness  checked all-reduces under random delays: wrong elements, equality of
+all ranks' bits latency      us a call in a CUDA graph per form and size, against a copy kernel
+(the launch floor) soak         the last tenth of many replays against the first expiry       a
+rank that never pushes: the status, then recovery; the host's interrupt virtual      4 and 8 ranks
+on these devices, in lockstep on one stream a device baselines    NCCL and torch symm_mem in one
+process a device (--baselines) Rows go to $OUT/all_reduce.json (bench/rows.py), a table to the
+terminal. Exit 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+
+from bench.all_reduce_group import FORMS, Group, copy_kernel
+from bench.rows import Rows
+from engine.kernels.all_reduce import AllReduceConfig, heuristic
+from engine.runtime.links import describe, probe_links
+
+SIZES = [1 << k for k in (10, 12, 14, 16, 18, 20, 22, 23, 24)]
+LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way (measured.md)
+CALLS = 160  # all-reduces of a decode replay (80 layers)
+
+
+class Bench:
+    def __init__(self, time_limit: float) -> None:
+        self.deadline = time.monotonic() + time_limit
+        self.devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        self.rows = Rows("all_reduce")
+        self.table: list[str] = []
+        self.failures: list[str] = []
+
+    def late(self, section: str) -> bool:
+        if time.monotonic() < self.deadline:
+            return False
+        self.say(f"{section}: skipped, the time limit is spent")
+        return True
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        self.table.append(text)
+
+    def check(self, good: bool, text: str) -> None:
+        self.say(("ok    " if good else "FAIL  ") + text)
+        if not good:
+            self.failures.append(text)
+
+    def add(self, metric: str, value: float, unit: str, group: Group, name: str, **facts) -> None:
+        self.rows.add(
+            metric, value, unit, tp=group.world, bytes=group.nbytes, algorithm=name, **facts
+        )
+
+
+def capture(group: Group, body: Callable[[torch.device], None]) -> Callable[[], None]:
+    """One CUDA graph a device, made one after another; the result launches all of them."""
+    graphs = []
+    for device, stream in group.streams.items():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
+            body(device)
+        graphs.append((device, stream, graph))
+
+    def replay() -> None:
+        for device, stream, graph in graphs:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                graph.replay()
+
+    return replay
+
+
+def calls_of(group: Group, device: torch.device, calls: int) -> None:
+    """Enqueue `calls` all-reduces of the ranks of one device."""
+    for call in range(calls):
+        group.call(call, only=device)
+
+
+def timed(group: Group, replay: Callable[[], None], calls: int, repeats: int = 9) -> list[float]:
+    """us a call of each replay, by the slowest device's events."""
+    times = []
+    for _ in range(repeats):
+        events = []
+        for device, stream in group.streams.items():
+            with torch.cuda.device(device):
+                events.append((torch.cuda.Event(enable_timing=True), stream, device))
+                events[-1][0].record(stream)
+        replay()
+        ends = []
+        for start, stream, device in events:
+            with torch.cuda.device(device):
+                end = torch.cuda.Event(enable_timing=True)
+                end.record(stream)
+                ends.append((start, end))
+        group.synchronize()
+        times.append(max(s.elapsed_time(e) for s, e in ends) * 1e3 / calls)
+    return times
+
+
+def correctness(bench: Bench, form: str, world: int, nbytes: int, calls: int, pdl: bool) -> None:
+    group = Group(form, world, bench.devices, nbytes, pdl=pdl)
+    group.preload()
+
+    def body(device: torch.device) -> None:
+        for call in range(CALLS):
+            group.checked_call(call, device)
+        group.advance(device)
+
+    replay = capture(group, body)
+    group.reset()
+    replays = -(-calls // CALLS)
+    start = time.monotonic()
+    done = 0
+    for i in range(replays):
+        if i % 50 == 0:
+            group.synchronize()
+            if time.monotonic() > bench.deadline or group.status[0]:
+                break
+            group.randomise_delays(0.2 if i % 100 else 0.0, 20_000)
+        replay()
+        done += CALLS
+    verdict = group.verdict()
+    seconds = time.monotonic() - start
+    good = not verdict["wrong"] and verdict["ranks_equal"] and not verdict["status"][0]
+    text = f"{form} x{world} {nbytes} B pdl={int(pdl)}: {done} calls in {seconds:.1f} s, {verdict}"
+    bench.check(good, text)
+    bench.add("all_reduce_checked_calls", done, "calls", group, form)
+
+
+def floor_us(bench: Bench, group: Group, calls: int, pdl: bool) -> float:
+    """A copy kernel of the same message in the same kind of graph."""
+
+    def body(device: torch.device) -> None:
+        member = next(m for m in group.members if m.device == device)
+        for _ in range(calls):
+            with group.on(device):
+                copy_kernel[(max(1, group.n // 1024),)](
+                    member.x, member.out, group.n, BLOCK=1024, PDL=pdl, launch_pdl=pdl
+                )
+
+    for device in group.streams:
+        body(device)
+    group.synchronize()
+    return statistics.median(timed(group, capture(group, body), calls))
+
+
+def latency(bench: Bench, form: str, world: int, nbytes: int, pdl: bool) -> float:
+    """Median us a call; one row."""
+    calls = 160 if nbytes <= 1 << 16 else 40 if nbytes <= 1 << 20 else 8
+    base = heuristic(world, nbytes)
+    config = base if not form.startswith("flag") else AllReduceConfig("flag")
+    group = Group(form, world, bench.devices, nbytes, pdl=pdl, config=config)
+    group.preload()
+    replay = capture(group, lambda device: calls_of(group, device, calls))
+    group.reset()
+    times = timed(group, replay, calls)
+    status = group.status.tolist()
+    if status[0]:
+        bench.check(False, f"{form} x{world} {nbytes} B: spin expired, status {status}")
+        return float("nan")
+    value = statistics.median(times)
+    sent = (world - 1) * nbytes if form.startswith("lamport") else 2 * (world - 1) * nbytes / world
+    share = sent / (value * 1e-6) / LINK_BYTES_PER_S if nbytes >= 1 << 20 else None
+    name = form + ("_pdl" if pdl else "")
+    virtual = world > len(bench.devices)
+    bench.add("all_reduce_us", value, "us", group, name, share=None if virtual else share)
+    return value
+
+
+def latency_table(bench: Bench, world: int, forms: list[str], sizes: list[int]) -> None:
+    head = "bytes".rjust(9) + "".join(
+        f"{f}{'+pdl' if p else ''}".rjust(22) for f in forms for p in (0, 1)
+    )
+    bench.say(
+        f"us a call, {world} ranks on {len(bench.devices)} devices, {CALLS} in a graph (fewer when large)"
+    )
+    bench.say(head)
+    for nbytes in sizes:
+        if bench.late(f"latency from {nbytes} B"):
+            return
+        cells = []
+        for form in forms:
+            small_only = form.startswith("flag") or form == "lamport_own_slot"
+            for pdl in (False, True):
+                if nbytes > 1 << 20 and small_only:
+                    cells.append("-".rjust(22))
+                    continue
+                cells.append(f"{latency(bench, form, world, nbytes, pdl):.2f}".rjust(22))
+        bench.say(f"{nbytes:9d}" + "".join(cells))
+
+
+def soak(bench: Bench, world: int, replays: int = 600) -> None:
+    """The field report's failure: throughput that decays. Last tenth of the replays over the first."""
+    group = Group("lamport", world, bench.devices, 1 << 14, pdl=True)
+    group.preload()
+    replay = capture(group, lambda device: calls_of(group, device, CALLS))
+    group.reset()
+    timed(group, replay, CALLS, 5)
+    times = timed(group, replay, CALLS, replays)
+    tenth = replays // 10
+    ratio = statistics.median(times[-tenth:]) / statistics.median(times[:tenth])
+    text = f"soak: {replays * CALLS} calls, last tenth / first tenth = {ratio:.4f}"
+    bench.check(abs(ratio - 1) <= 0.02 and not group.status[0], text)
+    bench.add("soak_last_over_first", ratio, "ratio", group, "lamport_pdl")
+
+
+def expiry(bench: Bench, world: int) -> None:
+    """The last rank never pushes call 5."""
+    group = Group("lamport", world, bench.devices, 1 << 14)
+    group.preload()
+    for call in range(5):
+        group.checked_call(call)
+    group.synchronize()
+    start = time.monotonic()
+    for m in group.members[:-1]:
+        with group.on(m.device):
+            group.launch(m, 5, "push", None)
+    for m in group.members:
+        with group.on(m.device):
+            group.launch(m, 5, "poll", None)
+    group.synchronize()
+    first = time.monotonic() - start
+    status = group.status.tolist()
+    missing = world - 1
+    good = status[0] == 1 and status[2] == 5 and status[4] == missing and 1.5 < first < 8
+    bench.check(good, f"expiry: after {first:.2f} s status {status} (peer {missing} missing)")
+    start = time.monotonic()
+    for call in range(6, 6 + 32):  # a queue of calls behind the abort
+        for m in group.members:
+            with group.on(m.device):
+                group.launch(m, call, "poll", None)
+    group.synchronize()
+    rest = time.monotonic() - start
+    bench.check(rest < 0.5, f"expiry: 32 calls queued behind it ended in {rest * 1e3:.1f} ms")
+    group.reset()
+    for call in range(8):
+        group.checked_call(call)
+    verdict = group.verdict()
+    good = not verdict["wrong"] and verdict["ranks_equal"] and not verdict["status"][0]
+    bench.check(good, f"expiry: works again after the reset: {verdict}")
+    # Interrupt (Ctrl-C): the host sets the abort word while a rank spins.
+    group.limit_us = 20_000_000
+    with group.on(group.members[0].device):
+        group.launch(group.members[0], 0, "poll", None)
+    time.sleep(0.2)
+    start = time.monotonic()
+    group.status[0] = 2
+    group.synchronize()
+    stop = time.monotonic() - start
+    bench.check(
+        stop < 1, f"interrupt: a spin of 20 s ended {stop * 1e3:.1f} ms after the host's word"
+    )
+
+
+def baselines(bench: Bench, seconds: float) -> None:
+    """NCCL and torch symm_mem, one process a device; each row names its algorithm."""
+    world = len(bench.devices)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "bench.all_reduce_baselines", folder, str(world)]
+        command += [str(size) for size in SIZES]
+        # Its own session, so that a time-out can end the ranks that it spawns.
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, errors = child.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            output, errors = child.communicate()
+            bench.say(f"baselines: cut off after {seconds:.0f} s")
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    for row in found:
+        bench.rows.add(
+            "all_reduce_us", row["us"], "us", tp=world, bytes=row["bytes"], algorithm=row["name"]
+        )
+        bench.say(f"{row['bytes']:9d} {row['name']:>20} {row['us']:.2f}")
+    if not found:
+        bench.say("baselines: nothing measured: " + errors.strip()[-600:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--time-limit", type=float, default=120.0, help="seconds (default 120)")
+    parser.add_argument("--calls", type=int, default=100_000, help="checked all-reduces")
+    parser.add_argument("--baselines", action="store_true", help="also NCCL and torch symm_mem")
+    parser.add_argument(
+        "--sections", default="correctness,latency,soak,expiry,virtual", help="comma-separated"
+    )
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench.all_reduce needs a CUDA device; here is none")
+        return 1
+    sections = options.sections.split(",")
+    bench = Bench(options.time_limit)
+    matrix = probe_links()
+    bench.say(describe(matrix))
+    world = min(len(bench.devices), 8)
+    single = [f for f, fused in FORMS.items() if not fused]
+    forms = list(FORMS) if world > 1 else single
+    world = max(world, 2)
+    if "correctness" in sections:
+        for form in forms:
+            for pdl in (False, True):
+                if not bench.late(f"correctness of {form}"):
+                    main_form = form == "lamport" and pdl
+                    calls = options.calls if main_form else options.calls // 20
+                    correctness(bench, form, world, 1 << 14, calls, pdl)
+        for nbytes in (1 << 10, 1 << 16, 1 << 18):
+            if not bench.late(f"correctness at {nbytes} B"):
+                correctness(bench, "lamport", world, nbytes, options.calls // 20, True)
+    if "latency" in sections and not bench.late("latency"):
+        group = Group("lamport", world, bench.devices, 1 << 14)
+        group.preload()
+        floors = [floor_us(bench, group, CALLS, pdl) for pdl in (False, True)]
+        bench.say(f"launch floor (copy of 16 KB): {floors[0]:.2f} us, PDL {floors[1]:.2f} us")
+        bench.add("all_reduce_us", floors[0], "us", group, "copy_kernel")
+        latency_table(bench, world, forms, SIZES)
+    for name, run in (("soak", soak), ("expiry", expiry)):
+        if name in sections and not bench.late(name):
+            run(bench, world)
+    if "virtual" in sections:
+        for ranks in (4, 8):
+            if ranks > len(bench.devices) and not bench.late(f"{ranks} virtual ranks"):
+                for form in single:
+                    correctness(bench, form, ranks, 1 << 14, options.calls // 40, True)
+                latency_table(bench, ranks, single, [1 << 14, 1 << 18])
+    if options.baselines and len(bench.devices) > 1:
+        baselines(bench, max(60.0, bench.deadline - time.monotonic()))
+    print("\n".join(["", *bench.table, "", f"rows: {bench.rows.path}"]))
+    if bench.failures:
+        print(f"{len(bench.failures)} checks failed:", *bench.failures, sep="\n  ")
+    return 1 if bench.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
