@@ -1,11 +1,12 @@
-"""Prefill GEMM on the card: correctness, then TFLOP/s of every candidate against cuBLAS, then the best as a cache file.
+"""Prefill GEMM on the card: correctness, TFLOP/s against cuBLAS, the best as a cache file.
 
     python -m bench.gemm --time-limit 150
 
-Writes to $OUT (default ./out): gemm.json (rows, see bench/rows.py) and autotune_cache/<gpu>/gemm.json. Times are
-medians of CUDA graph replays; each replay walks over copies of the weights that exceed the L2 where the pool allows
-it. Every kernel variant is first compiled and checked on a small ragged shape by worker processes, so that one
-that is wrong, hangs or faults is dropped with one line and cannot take the run with it.
+Writes to $OUT (default ./out): gemm.json (rows, see bench/rows.py) and
+autotune_cache/<gpu>/gemm.json. Times are medians of CUDA graph replays; each replay walks over
+copies of the weights that exceed the L2 where the pool allows it. Every kernel variant is first
+compiled and checked on a small ragged shape by worker processes, so that one that is wrong, hangs
+or faults is dropped with one line and cannot take the run with it.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class Problem:
 
 
 def graph_us(function, weights: list[torch.Tensor], estimate_us: float, stop_us: float) -> float:
-    """Median time of one call, us: a graph walks over `weights`; stops after one replay above `stop_us`."""
+    """Median time of one call, us: a graph walks over `weights`; stops after one replay above
+    `stop_us`."""
     rounds = max(1, round(300.0 / (estimate_us * len(weights))))
     for w in weights[:2]:
         function(w)
@@ -172,7 +174,8 @@ def graph_us(function, weights: list[torch.Tensor], estimate_us: float, stop_us:
 
 
 def library_us(problem: Problem) -> dict[str, float]:
-    """cuBLAS on the same shape, plain Store: BF16, and for FP8 weights also its FP8 x FP8 (W8A8) kernel."""
+    """cuBLAS on the same shape, plain Store: BF16, and for FP8 weights also its FP8 x FP8 (W8A8)
+    kernel."""
     case, x = problem.case, problem.x
     out = torch.empty(case.t, case.n, dtype=torch.bfloat16, device=x.device)
     size = case.n * case.k

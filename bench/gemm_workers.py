@@ -1,7 +1,7 @@
 """Compile and check GEMM kernel variants in worker processes, so that a bad one dies alone.
 
-A worker runs each variant on a small ragged shape against an fp32 reference and prints one JSON line for it. The
-compiled kernels land in Triton's disk cache, where the main process finds them.
+A worker runs each variant on a small ragged shape against an fp32 reference and prints one JSON
+line for it. The compiled kernels land in Triton's disk cache, where the main process finds them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class Variant:
 
 
 def tolerance(config: op.GemmConfig, epilogue: str) -> float:
-    """Bound on the relative RMS error: one bf16 rounding is 2^-9 / sqrt(3) * 1.2 = 1.4e-3; the library route
-    rounds gate and up first."""
+    """Bound on the relative RMS error: one bf16 rounding is 2^-9 / sqrt(3) * 1.2 = 1.4e-3; the
+    library route rounds gate and up first."""
     return 5e-3 if config.kernel == "cublas" and epilogue == "SiluMul" else 2.5e-3
 
 
 def check(variant: Variant, device: str) -> float:
-    """Relative RMS error on T=80, N=208, K=9 blocks + 16; run twice, the second must have the same bits."""
+    """Relative RMS error on T=80, N=208, K=9 blocks + 16; run twice, the second must have the same
+    bits."""
     t, n, k = 80, 208, 9 * variant.config.block_k + 16
     x = torch.randn(t, k, device=device).bfloat16()
     w = torch.randn(n, k, device=device)
@@ -74,8 +75,9 @@ def check(variant: Variant, device: str) -> float:
 
 
 def check_all(variants: list[Variant], processes: int, limit_s: float) -> set[Variant]:
-    """The variants that are right. A worker that dies is started again behind the variant it died on; after
-    `limit_s` seconds what is left counts as bad. One printed line for each bad variant."""
+    """The variants that are right. A worker that dies is started again behind the variant it died
+    on; after `limit_s` seconds what is left counts as bad. One printed line for each bad
+    variant."""
     deadline = time.perf_counter() + limit_s
     queues = [variants[i::processes] for i in range(processes)]
     good: set[Variant] = set()
@@ -107,7 +109,8 @@ class _Job:
         )
 
     def running(self, good: set[Variant]) -> bool:
-        """Collect a finished worker's results; start it again if it died before the end of its queue."""
+        """Collect a finished worker's results; start it again if it died before the end of its
+        queue."""
         if not self.queue:
             return False
         if self.process.poll() is None:
@@ -123,7 +126,8 @@ class _Job:
         return bool(self.queue)
 
     def _collect(self, good: set[Variant]) -> str:
-        """Move finished variants from the queue to `good` or to the floor; returns the last line printed."""
+        """Move finished variants from the queue to `good` or to the floor; returns the last line
+        printed."""
         self.output.seek(0)
         lines = [line for line in self.output.read().splitlines() if line.strip()]
         done = [json.loads(line)["error"] for line in lines if line.startswith('{"error"')]

@@ -1,7 +1,7 @@
 """Embedding lookup: out[i] = table[tokens[i]], or table[tokens[row_slots[i]]] in decode.
 
-table [V, H] is replicated on every rank (V = 152064; H = 3584 or 8192), so no exchange is needed. Bytes: 4 H a
-row (read + write); one decode row of 72B is 32 KB: launch-bound, about 1 us.
+table [V, H] is replicated on every rank (V = 152064; H = 3584 or 8192), so no exchange is needed.
+Bytes: 4 H a row (read + write); one decode row of 72B is 32 KB: launch-bound, about 1 us.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def embedding(
     row_slots: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """tokens int32 [T], or [S] slot-indexed with row_slots int32 [R]; table [V, H]; out [T or R, H].
+    """tokens int32 [T], or [S] slot-indexed with row_slots int32 [R]; table [V, H]; out [T or R,
+    H].
 
     A padding row (row_slots -1) reads slot 0; ids outside the table are clamped, so nothing faults.
     """

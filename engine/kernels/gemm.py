@@ -1,8 +1,12 @@
-"""Prefill GEMM: y[T, N] = x[T, K] @ w[N, K]^T (* scale[N]) (+ bias[N]), then Store, Residual or SiluMul.
+"""Prefill GEMM: y[T, N] = x[T, K] @ w[N, K]^T (* scale[N]) (+ bias[N]), then an epilogue.
 
-x is bf16 or fp16, w the same or float8_e4m3fn (converted tile by tile, exact, so FP8 runs on the 16-bit tensor
-cores: W8A16), accumulation fp32. T is the prefill bucket, 16 to 8192 rows; rows past the request are computed
-like the others and never change a real row's bits.
+Store, Residual or SiluMul. x is bf16 or fp16, w the same or float8_e4m3fn (converted tile by tile,
+exact, so FP8 runs on the 16-bit tensor cores: W8A16), accumulation fp32. T is the prefill bucket,
+16 to 8192 rows; rows past the request are computed like the others and never change a real row's
+bits.
+
+Three kernels: gemm_kernel.py (Triton; also the interpreter's), gemm_async.py (Gluon, FP8 weights)
+and the library's GEMM.
 
 N x K per rank (7B | 72B):
             TP 1            TP 2          TP 1            TP 2          TP 4          TP 8
@@ -11,8 +15,9 @@ N x K per rank (7B | 72B):
     gate+up 37888 x 3584    18944 x 3584| 59136 x 8192    29568 x 8192  14784 x 8192  7392 x 8192
     down    3584 x 18944    3584 x 9472 | 8192 x 29568    8192 x 14784  8192 x 7392   8192 x 3696
 
-Roof of an H200: weight bytes / 4.29 TB/s (measured copy) while T is below about 200, else 2 T N K / 989 TFLOP/s.
-72B TP=2 gate+up: BF16 484 MB, 113 us to T = 230; T = 512 at least 251 us. FP8 242 MB, 56 us to T = 115.
+Roof of an H200: weight bytes / 4.29 TB/s (measured copy) while T is below about 200, else 2 T N K /
+989 TFLOP/s. 72B TP=2 gate+up: BF16 484 MB, 113 us to T = 230; T = 512 at least 251 us. FP8 242 MB,
+56 us to T = 115.
 """
 
 from __future__ import annotations
@@ -65,8 +70,8 @@ class GemmConfig:
 class GemmWorkspace:
     """Preallocated scratch, shared by all GEMM calls of one rank's stream (never by two streams).
 
-    partials: fp32, split-K tiles; tickets: int32, zero between calls; scratch: 16-bit, [T, N] gate/up pairs
-    of the cuBLAS route.
+    partials: fp32, split-K tiles; tickets: int32, zero between calls; scratch: 16-bit, [T, N]
+    gate/up pairs of the cuBLAS route.
     """
 
     partials: torch.Tensor
@@ -75,7 +80,8 @@ class GemmWorkspace:
 
 
 def workspace_sizes(config: GemmConfig, t: int, n: int, epilogue: type) -> tuple[int, int, int]:
-    """Elements of (partials, tickets, scratch) that one call needs; a workspace takes the maxima over calls."""
+    """Elements of (partials, tickets, scratch) that one call needs; a workspace takes the maxima
+    over calls."""
     if config.kernel == "cublas":
         return 0, 0, t * n if epilogue is SiluMul else 0
     if config.split_k == 1:
@@ -141,11 +147,11 @@ def gemm(
 ) -> None:
     """Run y = x @ w^T * scale + bias and its epilogue on the current stream.
 
-    x [T, K] bf16 or fp16, w [N, K] the same dtype or float8_e4m3fn, unit stride along K; scale fp32 [N];
-    bias [N]. Epilogue: Store, Residual or SiluMul; outputs have unit stride along N.
-    Without a workspace a split-K configuration runs unsplit, and cuBLAS + SiluMul runs on Triton. "async" runs
-    on Triton too where it cannot (16-bit weights, rows not 16-byte aligned, the interpreter).
-    Raises EngineError for an epilogue, a dtype or a shape it does not do.
+    x [T, K] bf16 or fp16, w [N, K] the same dtype or float8_e4m3fn, unit stride along K; scale fp32
+    [N]; bias [N]. Epilogue: Store, Residual or SiluMul; outputs have unit stride along N.
+    Without a workspace a split-K configuration runs unsplit, and cuBLAS + SiluMul runs on Triton.
+    "async" runs on Triton too where it cannot (16-bit weights, rows not 16-byte aligned, the
+    interpreter). Raises EngineError for an epilogue, a dtype or a shape it does not do.
     """
     t, k = x.shape
     n = w.shape[0]
@@ -224,9 +230,10 @@ def _cublas(
     workspace: GemmWorkspace | None,
     pdl: bool,
 ) -> bool:
-    """The library's GEMM, where it can do the call (True). Allocates nothing once its handle is warm.
+    """The library's GEMM, where it can do the call (True). Allocates nothing once it is warm.
 
-    Residual is the library's own C operand: fp32 sum, one rounding. SiluMul rounds the pairs to 16 bits first.
+    Residual is the library's own C operand: fp32 sum, one rounding. SiluMul rounds the pairs to 16
+    bits first.
     """
     if w.dtype != x.dtype or scale is not None or epilogue.out.dtype != x.dtype:
         return False
@@ -260,7 +267,8 @@ def linear_ref(
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [..., K], w [N, K] (float or float8_e4m3fn), scale fp32 [N], bias [N] -> [..., N] in x's dtype.
+    """x [..., K], w [N, K] (float or float8_e4m3fn), scale fp32 [N], bias [N] -> [..., N] in x's
+    dtype.
 
     16-bit x accumulates in fp32 and is rounded once at the end; fp32 and fp64 x stay in their
     dtype (plain torch linear, so that the CPU back end runs at BLAS speed).

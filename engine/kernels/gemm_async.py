@@ -1,16 +1,21 @@
 """FP8-weight prefill GEMM with its conversion hidden behind the tensor cores (Gluon).
 
-Formula, shapes and roof: gemm.py. The plain kernel converts a weight tile, stores it to shared memory, and only
-then multiplies: the tensor cores idle meanwhile. Here weight rows are the M operand and come from registers:
+Formula, shapes and roof: gemm.py. The plain kernel converts a weight tile, stores it to shared
+memory, and only then multiplies: the tensor cores idle meanwhile. Here weight rows are the M
+operand
+and come from registers:
 
-    wait for TMA of tile k -> read its weights, e4m3 -> 16-bit in registers   (wgmma of tile k-1 still runs)
-    -> wait for wgmma k-1 -> start wgmma k -> start TMA of tile k-1+STAGES into the place of k-1
+    wait for the TMA of tile k
+    read its weights, e4m3 -> 16-bit in registers   (the wgmma of tile k-1 still runs)
+    wait for wgmma k-1, start wgmma k
+    start the TMA of tile k-1+STAGES into the place of k-1
 
-so a tile costs max(conversion, wgmma) instead of their sum, and weights cross shared memory once, as bytes. With
-BN = 128 weight rows and BT = 256 tokens, wgmma m64n256k16 reads 64 bytes of shared memory a cycle of the 128
-there are; the 16-bit shared x shared form would read 80.
+so a tile costs max(conversion, wgmma) instead of their sum, and weights cross shared memory once,
+as bytes. With BN = 128 weight rows and BT = 256 tokens, wgmma m64n256k16 reads 64 bytes of shared
+memory a cycle of the 128 there are; the 16-bit shared x shared form would read 80.
 
-Shared memory: STAGES x (2 BT BK + BN BK) bytes; 8 warps hold a 128 x 256 fp32 tile in 128 registers a thread.
+Shared memory: STAGES x (2 BT BK + BN BK) bytes; 8 warps hold a 128 x 256 fp32 tile in 128 registers
+a thread.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ def _upcast(w, DTYPE: gl.constexpr):
 def _issue_weights(
     x_desc, w_desc, ws, bars, first, block, row_n, last, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Arm the stage of K block `block` of first..last-1 and start its weights; nothing from `last` on."""
+    """Arm the stage of K block `block` of first..last-1 and start its weights; nothing from `last`
+    on."""
     live = block < last
     slot = (block - first) % STAGES
     bar = bars.index(slot)
@@ -71,7 +77,8 @@ def _step(
     x_desc, w_desc, xs, ws, bars, running, first, block, row_t, row_n, last,
     FRAGMENT: gl.constexpr, DTYPE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Convert the weights of `block` behind the running wgmma, then start the wgmma of `block`; returns it."""
+    """Convert the weights of `block` behind the running wgmma, then start the wgmma of `block`;
+    returns it."""
     slot = (block - first) % STAGES
     mbarrier.wait(bars.index(slot), ((block - first) // STAGES) & 1)
     weights = _upcast(ws.index(slot).load(FRAGMENT), DTYPE)
@@ -112,7 +119,8 @@ def _epilogue(
     BT: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """acc fp32 [BN, BT] -> scale, bias, epilogue, one rounding, store with n contiguous in a thread."""
+    """acc fp32 [BN, BT] -> scale, bias, epilogue, one rounding, store with n contiguous in a
+    thread."""
     row = tile_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
     acc = acc * gl.load(scale + row, mask=row < N, other=0.0)[:, None]
     if HAS_BIAS:
@@ -184,7 +192,8 @@ def gemm_async_kernel(
     running = warpgroup_mma(
         weights, xs.index(0).permute((1, 0)), warpgroup_mma_init(acc), is_async=True
     )
-    # Two steps a turn, so that a fragment never lies in the registers that the running wgmma still reads.
+    # Two steps a turn, so that a fragment never lies in the registers that the running wgmma still
+    # reads.
     for pair in range((last - first - 1) // 2):
         for odd in gl.static_range(2):
             running = _step(
@@ -246,8 +255,8 @@ def launch(
     epilogue: int,
     pdl: bool,
 ) -> None:
-    """x [T, K] 16-bit, w [N, K] e4m3, both with 16-byte aligned rows; blocks = (BT, BN, BK), BT <= 256,
-    BN a multiple of 16 * warps. Arguments as `gemm` checks them."""
+    """x [T, K] 16-bit, w [N, K] e4m3, both with 16-byte aligned rows; blocks = (BT, BN, BK), BT <=
+    256, BN a multiple of 16 * warps. Arguments as `gemm` checks them."""
     (t, k), n = x.shape, w.shape[0]
     bt, bn, bk = blocks
     dtype = _DTYPE[x.dtype]

@@ -1,8 +1,8 @@
 """Device code of the prefill GEMM (see gemm.py for the formula, the shapes and the roof).
 
-One program computes one output tile over all of K, or over 1/SPLIT of it. Letters: BT rows of x, BN weight
-rows, BK of the shared dimension. SWAP makes the weight rows the M operand of the tensor-core instruction
-(wgmma has M = 64 at least, N from 8): a tile of 16 tokens then wastes nothing.
+One program computes one output tile over all of K, or over 1/SPLIT of it. Letters: BT rows of x, BN
+weight rows, BK of the shared dimension. SWAP makes the weight rows the M operand of the tensor-core
+instruction (wgmma has M = 64 at least, N from 8): a tile of 16 tokens then wastes nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ STORE = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
 SILU_MUL = tl.constexpr(2)
 
-# Four e4m3 -> four bf16. S EEEE MMM is sign-extended to 16 bits, shifted to the place of bf16's sign, low exponent
-# and high mantissa bits, and scaled by 2^120, the difference of the two exponent biases; subnormals come out
-# right because bf16 has them too. Four instructions for two values; the compiler's own way (through fp16) needs
-# F2F, which runs at a quarter of the rate. e4m3's NaN (0x7f, 0xff) would read as 480: weights hold none.
+# Four e4m3 -> four bf16. S EEEE MMM is sign-extended to 16 bits, shifted to the place of bf16's
+# sign, low exponent and high mantissa bits, and scaled by 2^120, the difference of the two exponent
+# biases; subnormals come out right because bf16 has them too. Four instructions for two values; the
+# compiler's own way (through fp16) needs F2F, which runs at a quarter of the rate. e4m3's NaN
+# (0x7f, 0xff) would read as 480: weights hold none.
 E4M3_TO_BF16 = tl.constexpr("""
 {
 .reg .b32 lo, hi, two120;
@@ -147,8 +148,8 @@ def gemm_kernel(
     tiles = tiles_t * tiles_n
     tile = tl.program_id(0) % tiles
     part = tl.program_id(0) // tiles
-    # Neighbouring programs share a weight tile: up to GROUP token tiles of one weight tile, then the next.
-    # Weights then come from HBM once for every GROUP * BT tokens, and x stays in L2.
+    # Neighbouring programs share a weight tile: up to GROUP token tiles of one weight tile, then
+    # the next. Weights then come from HBM once for every GROUP * BT tokens, and x stays in L2.
     group = tile // (GROUP * tiles_n)
     group_rows = min(tiles_t - group * GROUP, GROUP)
     tile_t = group * GROUP + tile % (GROUP * tiles_n) % group_rows
@@ -183,8 +184,8 @@ def gemm_kernel(
             BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
         )  # fmt: skip
     else:
-        # Each part leaves its fp32 tile in the workspace; the last to arrive adds them in order of K, so the
-        # bits do not depend on who was last, and re-arms the ticket.
+        # Each part leaves its fp32 tile in the workspace; the last to arrive adds them in order of
+        # K, so the bits do not depend on who was last, and re-arms the ticket.
         if SWAP:
             place = tl.arange(0, BN)[:, None] * BT + tl.arange(0, BT)[None, :]
         else:

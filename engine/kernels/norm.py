@@ -1,8 +1,8 @@
 """RMSNorm: out = x * rsqrt(mean(x^2) + eps) * weight (arXiv:1910.07467, eq. 4).
 
-Prefill only: in decode the GEMV takes the norm into its prologue. x [T, H] per rank at every TP degree (hidden
-states are replicated): H = 3584 (7B) or 8192 (72B). Bytes: 4 T H; 72B at T = 512: 16.8 MB, 3.9 us at 4.29 TB/s
-(from L2 in practice). One program a row.
+Prefill only: in decode the GEMV takes the norm into its prologue. x [T, H] per rank at every TP
+degree (hidden states are replicated): H = 3584 (7B) or 8192 (72B). Bytes: 4 T H; 72B at T = 512:
+16.8 MB, 3.9 us at 4.29 TB/s (from L2 in practice). One program a row.
 """
 
 from __future__ import annotations

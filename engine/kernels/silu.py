@@ -1,7 +1,8 @@
 """SiLU gate over interleaved pairs: out[..., i] = silu(pairs[..., 2i]) * pairs[..., 2i + 1].
 
-A kernel of its own only after a library GEMM; gemv.py and gemm.py do it in their epilogues. pairs [T, N],
-N = 2 x intermediate size per rank (72B TP=2: 29568). Bytes: 3 T N; T = 512: 45 MB, 10.6 us at 4.29 TB/s.
+A kernel of its own only after a library GEMM; gemv.py and gemm.py do it in their epilogues. pairs
+[T, N], N = 2 x intermediate size per rank (72B TP=2: 29568). Bytes: 3 T N; T = 512: 45 MB, 10.6 us
+at 4.29 TB/s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One autotune cache file: {"_metadata": {...}, "entries": {written key: {"config", "us", ...}}}.
 
-Metadata that must match before a file is used: schema, gpu, sm_count, Triton's major.minor, source_hash.
-`torch` is written for the record only. A file that does not match is left alone.
+Metadata that must match before a file is used: schema, gpu, sm_count, Triton's major.minor,
+source_hash. `torch` is written for the record only. A file that does not match is left alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def metadata(gpu: str, sm_count: int, source: str) -> dict[str, Any]:
 
 
 def load(path: Path, expected: dict[str, Any]) -> dict[str, dict]:
-    """Entries of the file, or {} if it is absent, broken or made for something else (one log line)."""
+    """Entries of the file, or {} if it is absent, broken or made for something else (one log
+    line)."""
     if not path.is_file():
         return {}
     content = _read(path)
@@ -56,7 +57,8 @@ def load(path: Path, expected: dict[str, Any]) -> dict[str, dict]:
 def save(
     path: Path, entries: dict[str, dict], meta: dict[str, Any], *, replace: bool = False
 ) -> None:
-    """Merge `entries` into the file through a temporary file and a rename, so no reader sees half of it.
+    """Merge `entries` into the file through a temporary file and a rename, so no reader sees half
+    of it.
 
     Raises EngineError if the file there is unreadable or has other metadata and `replace` is False.
     """
@@ -93,7 +95,8 @@ def mismatch(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
 
 
 def source_hash(files: Iterable[Path]) -> str:
-    """First 12 hex digits of sha256 over the code of `files` in order, without comments, docstrings or blanks."""
+    """First 12 hex digits of sha256 over the code of `files` in order, without comments, docstrings
+    or blanks."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(_code(file.read_text()).encode())

@@ -1,17 +1,19 @@
-"""Which kernel configuration a call gets: a pure function of the call's shape. Nothing here times anything.
+"""Which kernel configuration a call gets: a pure function of its shape. Nothing here times
+anything.
 
     override  >  autotune_cache/<gpu>/<op>.json  >  the op's own heuristic
 
-A key is a dict of the call's static facts, e.g. `{"t": 512, "n": 29568, "k": 8192, "weight_dtype": "fp8"}`;
-its written form, "t=512,n=29568,k=8192,weight_dtype=fp8", names the entry in the file, so a person can read
-and edit the cache. Files are tied to the GPU, its SM count, Triton's major.minor and a hash of the kernel's
-source: after a mismatch the whole file is ignored with one log line and is never overwritten
-(`engine.tune.cache_file` reads and writes them).
+A key is a dict of the call's static facts, e.g. `{"t": 512, "n": 29568, "k": 8192, "weight_dtype":
+"fp8"}`; its written form, "t=512,n=29568,k=8192,weight_dtype=fp8", names the entry in the file, so
+a person can read and edit the cache. Files are tied to the GPU, its SM count, Triton's major.minor
+and a hash of the kernel's source: after a mismatch the whole file is ignored with one log line and
+is never overwritten (`engine.tune.cache_file` reads and writes them).
 
-An op module may define `KEY_FIELDS` (names in the order of the written key; default: the parameters of its
-`heuristic` without `sm_count`), `SOURCES` (file names beside it that its hash covers; default: itself) and
-`NEAREST_FIELD` (an int field, e.g. the prefill bucket: a shape tuned at other sizes of it takes the next larger
-tuned size, else the largest; every configuration must be valid at every size).
+An op module may define `KEY_FIELDS` (names in the order of the written key; default: the parameters
+of its `heuristic` without `sm_count`), `SOURCES` (file names beside it that its hash covers;
+default: itself) and `NEAREST_FIELD` (an int field, e.g. the prefill bucket: a shape tuned at other
+sizes of it takes the next larger tuned size, else the largest; every configuration must be valid at
+every size).
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def gpu_slug(name: str) -> str:
 
 
 def set_target(gpu_name: str, sm_count: int, cache_dir: Path | None = None) -> None:
-    """Name the device all later choices are for. Forgets loaded files and counted misses, keeps overrides."""
+    """Name the device of all later choices. Forgets loaded files and misses, keeps overrides."""
     _state.gpu = gpu_slug(gpu_name)
     _state.sm_count = sm_count
     _state.cache_dir = cache_dir or CACHE_DIR
@@ -115,8 +117,9 @@ def misses() -> dict[str, int]:
 def choose(op: str, key: Mapping[str, Any]) -> Any:
     """The configuration (the op's frozen dataclass) for one call shape.
 
-    key: the op's KEY_FIELDS, plus anything else its heuristic takes by name; extra facts are ignored.
-    Values are ints, strings or torch dtypes. Raises EngineError for an unknown op or a missing fact.
+    key: the op's KEY_FIELDS, plus anything else its heuristic takes by name; extra facts are
+    ignored. Values are ints, strings or torch dtypes. Raises EngineError for an unknown op or a
+    missing fact.
     """
     written = key_string(op, key)
     for name in (written, None):
@@ -172,8 +175,9 @@ def save_entries(
 ) -> Path:
     """Merge tuned entries into `<cache dir>/<gpu>/<op>.json`, atomically; returns the path.
 
-    entries: written key -> {"config": dict or config dataclass, "us": float, "runner_up": ..., "date": ...}.
-    Raises EngineError if the file there has other metadata, unless `replace` (then its entries are dropped).
+    entries: written key -> {"config": dict or config dataclass, "us": float, "runner_up": ...,
+    "date": ...}. Raises EngineError if the file there has other metadata, unless `replace` (then
+    its entries are dropped).
     """
     plain = {
         k: {**e, "config": e["config"] if isinstance(e["config"], dict) else asdict(e["config"])}
@@ -204,7 +208,8 @@ def _written(value: Any) -> str:
 
 
 def _nearest(entries: Mapping[str, dict], written: str, name: str | None) -> str:
-    """`written` itself if it is tuned or nothing near it is; else the entry next to it along field `name`."""
+    """`written` itself if it is tuned or nothing near it is; else the entry next to it along field
+    `name`."""
     if name is None or written in entries:
         return written
     pattern = re.compile(rf"(^|,){name}=(\d+)(?=,|$)")

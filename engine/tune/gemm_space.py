@@ -1,6 +1,8 @@
-"""Which GEMM configurations are worth timing for a shape. Pure; the tuner and bench/gemm.py time them.
+"""Which GEMM configurations are worth timing for a shape. Pure; the tuner and bench/gemm.py time
+them.
 
-Every member compiles for sm_90 without spills and without serialised wgmma (tests/kernels/test_compile_gemm.py).
+Every member compiles for sm_90 without spills and without serialised wgmma
+(tests/kernels/test_compile_gemm.py).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _FP8 = ("fp8", torch.float8_e4m3fn)
 def candidates(
     t: int, n: int, k: int, weight_dtype: str | torch.dtype, sm_count: int = 132
 ) -> list[GemmConfig]:
-    """Configurations to time for x [t, k] @ w [n, k]^T, most promising kinds first, no duplicates."""
+    """Configurations to time for x [t, k] @ w [n, k]^T, most promising kinds first, no
+    duplicates."""
     fp8 = weight_dtype in _FP8
     shapes = _small(t, fp8) if t <= 128 else _large(t, fp8)
     found: dict[GemmConfig, None] = {}
@@ -34,7 +37,8 @@ def candidates(
 
 
 def shared_bytes(config: GemmConfig, fp8: bool) -> int:
-    """Pipeline buffers of one program, and the 16-bit copy of the weight tile where FP8 goes through memory."""
+    """Pipeline buffers of one program, and the 16-bit copy of the weight tile where FP8 goes
+    through memory."""
     weight = config.block_n * config.block_k * (1 if fp8 else 2)
     stage = weight + config.block_t * config.block_k * 2
     copy = 2 * weight if fp8 and not config.swap and config.kernel == "triton" else 0
@@ -42,7 +46,8 @@ def shared_bytes(config: GemmConfig, fp8: bool) -> int:
 
 
 def _small(t: int, fp8: bool) -> Iterator[GemmConfig]:
-    """Bound by the read of the weights: narrow token tiles, deep pipelines of 16 to 64 KB a stage."""
+    """Bound by the read of the weights: narrow token tiles, deep pipelines of 16 to 64 KB a
+    stage."""
     block_t = min(128, max(16, triton.next_power_of_2(t)))
     if fp8:
         for block_n, block_k, warps, stages in (

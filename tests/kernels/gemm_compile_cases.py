@@ -1,6 +1,8 @@
-"""Child process of test_compile_gemm.py: compiles GEMM configurations for sm_90 and prints one line of JSON.
+"""Child process of test_compile_gemm.py: compiles GEMM configurations for sm_90 and prints one line
+of JSON.
 
-Each report carries what Report lacks: TMA loads, and whether ptxas had to serialise the wgmma instructions.
+Each report carries what Report lacks: TMA loads, and whether ptxas had to serialise the wgmma
+instructions.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ def _clobbered_fragments(sass: str) -> int:
 
 
 def cases() -> dict[str, dict]:
-    """What ships: the heuristic's picks, and the search space around one prefill and one short prompt."""
+    """What ships: the heuristic's picks, and the search space around one prefill and one short
+    prompt."""
     wanted: dict[tuple, dict] = {}
     for fp8 in (False, True):
         kind = "fp8" if fp8 else "bf16"

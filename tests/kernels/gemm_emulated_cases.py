@@ -1,6 +1,8 @@
-"""Child process of test_gemm_emulated.py: runs the GEMM's sm_90 PTX on the CPU and prints the errors as JSON.
+"""Child process of test_gemm_emulated.py: runs the GEMM's sm_90 PTX on the CPU and prints the
+errors as JSON.
 
-Each case runs twice, with TMA data landing as early and as late as the hardware may (ptx_hopper.py).
+Each case runs twice, with TMA data landing as early and as late as the hardware may
+(ptx_hopper.py).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def error(
     config: GemmConfig, epilogue: str, *, fp8: bool, t: int, n: int, k: int, early: bool,
     act: str = "bf16",
 ) -> float:  # fmt: skip
-    """Relative RMS error against fp64; inf if something is left unwritten or a ticket is not re-armed."""
+    """Relative RMS error against fp64; inf if something is left unwritten or a ticket is not
+    re-armed."""
     torch.manual_seed(1)
     dtype = DTYPE[act]
     x = torch.randn(t, k).to(dtype)
@@ -46,8 +49,9 @@ def error(
     if config.kernel == "triton":
         strides = [x.stride(0), w.stride(0), *strides]
     maps = [TensorMap(m, rows, min(128, bk * m.element_size())) for m, rows in ((x, bt), (w, bn))]
-    # Triton's own form of FP8 with swapped operands rewrites the fragments of wgmma in flight; that is right only
-    # because ptxas then waits after each one (test_compile_gemm.py): run it as ptxas does.
+    # Triton's own form of FP8 with swapped operands rewrites the fragments of wgmma in flight; that
+    # is right only because ptxas then waits after each one (test_compile_gemm.py): run it as ptxas
+    # does.
     rewrites = fp8 and config.swap and config.kernel == "triton"
     launch(
         report.ptx, tiles * config.split_k, report.shared_bytes,

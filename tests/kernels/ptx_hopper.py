@@ -1,12 +1,13 @@
-"""ptx_emulator with Hopper's asynchronous parts: TMA loads, mbarriers, wgmma from registers or shared memory.
+"""ptx_emulator with Hopper's asynchronous parts: TMA loads, mbarriers, wgmma.
 
-The hardware may do an asynchronous step at any time between its start and its wait, and the extremes find most
-faults: wgmma reads its shared-memory operands as LATE as it may (at wait_group; its accumulators are NaN until
-then), TMA data lands early (when issued: a stage still in use is destroyed) or late (at the barrier's wait:
-poison is read before). A kernel must be right under both. Waiting on a barrier nobody armed is reported, not a
-hang.
+The hardware may do an asynchronous step at any time between its start and its wait, and the
+extremes find most faults: wgmma reads its shared-memory operands as LATE as it may (at wait_group;
+its accumulators are NaN until then), TMA data lands early (when issued: a stage still in use is
+destroyed) or late (at the barrier's wait: poison is read before). A kernel must be right under
+both. Waiting on a barrier nobody armed is reported, not a hang.
 
-PTX ISA 8.7: tensor-map swizzles 5.5.6, wgmma descriptors and fragments 9.7.15.5, stmatrix 9.7.14.5.16, prmt 9.7.8.7.
+PTX ISA 8.7: tensor-map swizzles 5.5.6, wgmma descriptors and fragments 9.7.15.5, stmatrix
+9.7.14.5.16, prmt 9.7.8.7.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _swizzled(address: np.ndarray, swizzle: int) -> np.ndarray:
 
 
 class HopperBlock(Block):
-    """One thread block; early: TMA data lands when it is issued; lazy: wgmma runs at its wait, else at its commit."""
+    """One thread block; early: TMA data lands when it is issued; lazy: wgmma runs at its wait, else
+    at its commit."""
 
     def __init__(self, *args, maps: dict[int, TensorMap], early: bool, lazy: bool = True):
         super().__init__(*args)
@@ -162,7 +164,8 @@ class HopperBlock(Block):
             raise NotImplementedError(".".join(op))
 
     def tma(self, args: list[str], active: np.ndarray | None) -> None:
-        """A box for every active lane: a tile wider than its swizzle pattern is several boxes, one a warp."""
+        """A box for every active lane: a tile wider than its swizzle pattern is several boxes, one
+        a warp."""
         for lane in np.arange(self.n) if active is None else np.flatnonzero(active):
             self.copy_box(args, int(lane))
 
@@ -217,17 +220,20 @@ class HopperBlock(Block):
                 self.sums[names] = zero
             for register in names:
                 self.write(register, np.full(self.n, np.nan, np.float32), None)
-            # Descriptors and the predicate are scalars read now; shared memory and fragments are read at the wait.
+            # Descriptors and the predicate are scalars read now; shared memory and fragments are
+            # read at the wait.
             registers = [
                 a if a.startswith("{") else self.read(a).copy() for a in instruction.operands[1:3]
             ]
-            kept = Instruction(op, [instruction.operands[0], *registers, self.scale_d(instruction)])  # type: ignore[list-item]
+            operands: list = [instruction.operands[0], *registers, self.scale_d(instruction)]
+            kept = Instruction(op, operands)
             if any(int(x, 0) for x in instruction.operands[6:]):
                 raise NotImplementedError("transposed shared operand")
             self.open.append(kept)
 
     def finish(self, keep: int) -> None:
-        """Run committed groups until `keep` are left; hand out accumulators nothing works on any more."""
+        """Run committed groups until `keep` are left; hand out accumulators nothing works on any
+        more."""
         while len(self.committed) > keep:
             for pending in self.committed.pop(0):
                 self.multiply(pending)
@@ -340,7 +346,8 @@ def _floats(bits: np.ndarray, kind: str) -> np.ndarray:
 
 
 _WAIT_LOOP = re.compile(
-    r"\{\s*\.reg \.pred complete;\s*waitLoop:\s*mbarrier\.try_wait\.parity\.shared\.b64 complete, ([^;]+);"
+    r"\{\s*\.reg \.pred complete;\s*waitLoop:\s*"
+    r"mbarrier\.try_wait\.parity\.shared\.b64 complete, ([^;]+);"
     r"\s*@!complete bra\.uni waitLoop;\s*\}"
 )
 
@@ -354,7 +361,8 @@ def launch(
     early: bool,
     lazy: bool = True,
 ) -> None:
-    """Run all blocks of a 1-D grid in turn; a TensorMap takes the five parameters Triton makes of a descriptor."""
+    """Run all blocks of a 1-D grid in turn; a TensorMap takes the five parameters Triton makes of a
+    descriptor."""
     program = parse(_WAIT_LOOP.sub(r"mbarrier.wait \1;", ptx))
     tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
     flat: list[int] = []

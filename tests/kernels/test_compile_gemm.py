@@ -1,4 +1,5 @@
-"""The GEMM compiled for the H200 without one: wgmma, TMA, no spills, wgmma left asynchronous, fast FP8 conversion."""
+"""The GEMM compiled for the H200 without one: wgmma, TMA, no spills, wgmma left asynchronous, fast
+FP8 conversion."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ def test_tiles_come_by_tma_or_16_byte_copies(reports: dict[str, dict]) -> None:
 
 
 def test_wgmma_is_not_serialised(reports: dict[str, dict]) -> None:
-    """ptxas puts a fence before every HGMMA when it cannot keep them asynchronous (its note C7515). That is so
-    for FP8 with swapped operands, whose A operand comes from registers: it is used where memory is the bound.
-    gemm_async.py is the same product without that fault."""
+    """ptxas puts a fence before every HGMMA when it cannot keep them asynchronous (its note C7515).
+    That is so for FP8 with swapped operands, whose A operand comes from registers: it is used where
+    memory is the bound. gemm_async.py is the same product without that fault."""
     for name, report in reports.items():
         if report["kernel"] == "async":
             assert report["fences"] == report["waits_in_wgmma"] == 4, name  # 2 in the loop

@@ -1,4 +1,5 @@
-"""The prefill GEMM against an fp64 reference: tiles, operand order, split-K, FP8, epilogues, ragged sizes."""
+"""The prefill GEMM against an fp64 reference: tiles, operand order, split-K, FP8, epilogues, ragged
+sizes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def _poison(*shape: int, dtype, device):
 def _close(got: torch.Tensor, want: torch.Tensor, magnitude: float = 1.0) -> None:
     """One rounding of the result plus fp32 accumulation of K <= 1000 terms of order `magnitude`.
 
-    Accumulation: K * 2^-24 * sum|x w| / K ~ 1e-5 * magnitude (sum |x w| is about 0.64 sqrt(K) for our inputs).
+    Accumulation: K * 2^-24 * sum|x w| / K ~ 1e-5 * magnitude (sum |x w| is about 0.64 sqrt(K) for
+    our inputs).
     """
     assert not got.isnan().any()
     step = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}[got.dtype]
@@ -218,8 +220,8 @@ def test_library_route(device: str, epilogue: str) -> None:
         _close(out, y, magnitude=2.0)
     else:
         module.gemm(x, w, module.SiluMul(out), bias=bias, config=config, workspace=scratch)
-        # The pairs are rounded to bf16 before the gate: up to 2^-9 relative on each of gate and up, and the
-        # derivative of silu is at most 1.1.
+        # The pairs are rounded to bf16 before the gate: up to 2^-9 relative on each of gate and up,
+        # and the derivative of silu is at most 1.1.
         want = silu_mul_ref(y)
         bound = 2.0**-9 * (want.abs() + 1.1 * y[:, 0::2].abs() * y[:, 1::2].abs())
         assert ((out.double() - want).abs() <= bound + 2.0**-8 * want.abs() + 1e-4).all()
@@ -234,7 +236,8 @@ def test_library_route(device: str, epilogue: str) -> None:
 def test_async_kernel(
     device: str, block_t: int, block_n: int, warps: int, split_k: int, k: int, dtype, epilogue: str
 ) -> None:
-    """gemm_async.py on the card (the interpreter has no Gluon: there the plain kernel runs in its place)."""
+    """gemm_async.py on the card (the interpreter has no Gluon: there the plain kernel runs in its
+    place)."""
     from engine.kernels import gemm as module
     from engine.kernels.silu import silu_mul_ref
 

@@ -1,4 +1,5 @@
-"""The GEMM's compiled code without a GPU: TMA, barriers, wgmma and FP8 conversion run by ptx_hopper.py."""
+"""The GEMM's compiled code without a GPU: TMA, barriers, wgmma and FP8 conversion run by
+ptx_hopper.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tests.kernels.compile_sm90 import run_compile_checks
 
 
 def test_compiled_gemm_agrees_with_the_reference_whenever_data_lands() -> None:
-    """One rounding to the output type: RMS 2^-9 / sqrt(3) * 1.5 = 1.7e-3 for bf16, 2.1e-4 for fp16."""
+    """One rounding to the output type: RMS 2^-9 / sqrt(3) * 1.5 = 1.7e-3 for bf16, 2.1e-4 for
+    fp16."""
     errors = run_compile_checks("tests.kernels.gemm_emulated_cases")
     assert len(errors) == 24
     for name, error in errors.items():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 DTYPES = [torch.bfloat16, torch.float16]
-# One rounding of the result: half a unit of the last place, relative; fp32 arithmetic inside adds < 1e-5.
+# One rounding of the result: half a unit of the last place, relative; fp32 arithmetic inside adds <
+# 1e-5.
 ROUNDING = {torch.bfloat16: 2.0**-8 + 1e-5, torch.float16: 2.0**-11 + 1e-5}
 
 

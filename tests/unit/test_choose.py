@@ -1,4 +1,5 @@
-"""Choice of kernel configurations: order of sources, cache files that must not be used, atomic writes."""
+"""Choice of kernel configurations: order of sources, cache files that must not be used, atomic
+writes."""
 
 from __future__ import annotations
 
