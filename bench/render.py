@@ -8,12 +8,13 @@ A block is everything between `<!-- render: NAME -->` and `<!-- /render -->`; NA
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from bench.rows import load
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md")
@@ -24,17 +25,6 @@ Row = dict[str, Any]
 _BLOCK = re.compile(r"(<!-- render: (?P<name>[\w-]+) -->\n).*?(<!-- /render -->)", re.DOTALL)
 _DEPLOYMENT = ("model", "quantization", "tp", "shard_of", "rows", "context", "gpu")
 _KERNEL_METRICS = ("gemv_us", "attention_us", "gemm_us", "prefill_attention_us", "norm_us")
-
-
-def load(results: Path = ROOT / "bench" / "results") -> list[Row]:
-    """All rows of all result files. ValueError names a file that is not a list of rows."""
-    rows: list[Row] = []
-    for file in sorted(results.glob("*.json")):
-        content = json.loads(file.read_text())
-        if not isinstance(content, list) or any("metric" not in row for row in content):
-            raise ValueError(f"{file} is not a list of result rows")
-        rows += content
-    return rows
 
 
 def _size(row: Row) -> tuple:

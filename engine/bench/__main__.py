@@ -1,0 +1,7 @@
+"""`python -m engine.bench`."""
+
+import sys
+
+from engine.bench import main
+
+sys.exit(main())

@@ -1,0 +1,130 @@
+"""Bytes, FLOPs, launches and barriers of each stage of a step, counted on the compiled graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from math import prod
+
+from engine.config import ModelConfig, with_layers
+from engine.graph.build import build
+from engine.graph.ir import Graph, Op, Phase
+from engine.graph.passes import run_passes
+from engine.graph.plan import has_buffer, value_bytes
+
+BARRIER_KINDS = ("poll_residual", "argmax_poll")  # launches that wait for the other ranks
+EXCHANGE_KINDS = (*BARRIER_KINDS, "push", "argmax_push")
+ACT_BYTES = 2  # 16-bit activations and KV
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one op, or all ops of a stage, do on one rank. Sums with `+`.
+
+    launches: kernels that are not part of an exchange; barriers: waits for the other ranks;
+    message_bytes: what a rank stores into its peers' memory.
+    """
+
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    activation_bytes: int = 0
+    flops: float = 0.0
+    launches: int = 0
+    barriers: int = 0
+    message_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Device memory traffic."""
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
+
+    def __mul__(self, count: int) -> Cost:
+        return Cost(*(getattr(self, f.name) * count for f in fields(Cost)))
+
+
+def op_cost(op: Op, graph: Graph, fp8: bool, context: int, act_bytes: int = ACT_BYTES) -> Cost:
+    """Cost of one op of a finished graph on rank 0.
+
+    fp8: e4m3 for the weights that may be (one fp32 scale a row). context: tokens in the KV before this
+    step: of each row in decode, of the prompt's earlier chunks in prefill. Weights and activations
+    count once (as `Launch.bytes`); KV is what attention reads and the step appends.
+    """
+    weight = activation = 0
+    for value in op.inputs:
+        if value.kind == "weight" and op.kind != "embedding":
+            count = prod(value.shape)
+            quantized = fp8 and graph.weights[value.name].quantizable
+            weight += count + 4 * value.shape[0] if quantized else count * act_bytes
+        elif value.kind == "temp":
+            activation += value_bytes(value, act_bytes)
+    activation += sum(value_bytes(value, act_bytes) for value in op.outputs if has_buffer(op))
+    return Cost(
+        weight_bytes=weight,
+        kv_bytes=_kv_bytes(op, graph, context, act_bytes),
+        activation_bytes=activation,
+        flops=_flops(op, graph, context),
+        launches=int(op.kind not in EXCHANGE_KINDS),
+        barriers=int(op.kind in BARRIER_KINDS),
+        message_bytes=_message_bytes(op, graph, act_bytes),
+    )
+
+
+def _kv_bytes(op: Op, graph: Graph, context: int, act_bytes: int) -> int:
+    if "num_kv_heads" not in op.attrs:
+        return 0
+    token = 2 * op.attrs["num_kv_heads"] * op.attrs["head_dim"] * act_bytes
+    if op.kind != "attention":  # the append
+        return graph.rows * token
+    return token * (graph.rows * (context + 1) if graph.phase == "decode" else context + graph.rows)
+
+
+def _flops(op: Op, graph: Graph, context: int) -> float:
+    if op.kind == "linear":
+        return 2.0 * op.input("x").shape[0] * prod(op.input("w").shape)
+    if op.kind != "attention":
+        return 0.0
+    rows = graph.rows
+    pairs = rows * (context + 1)  # (query, key) pairs that the mask lets through
+    if graph.phase == "prefill":
+        pairs = rows * context + rows * (rows + 1) // 2
+    return 4.0 * op.attrs["num_heads"] * op.attrs["head_dim"] * pairs
+
+
+def _message_bytes(op: Op, graph: Graph, act_bytes: int) -> int:
+    """A one-shot exchange sends the whole message to every peer."""
+    if op.kind in ("push", "argmax_push") or op.attrs.get("epilogue") == "push":
+        return (graph.tp - 1) * value_bytes(op.out, act_bytes)
+    return 0
+
+
+def add_up(costs: Iterable[Cost]) -> Cost:
+    """The sum."""
+    return sum(costs, Cost())
+
+
+@lru_cache(maxsize=64)
+def _one_layer(
+    config: ModelConfig, phase: Phase, rows: int, tp: int, shard_of: int | None
+) -> Graph:
+    return run_passes(
+        build(with_layers(config, 1), phase=phase, rows=rows, tp=tp, shard_of=shard_of)
+    )
+
+
+def op_costs(
+    config: ModelConfig, tp: int, *, phase: Phase, rows: int, context: int, fp8: bool,
+    shard_of: int | None = None,
+) -> list[tuple[str, int, Cost]]:  # fmt: skip
+    """(stage, times a step runs it, cost of one) of each op. Raises EngineError for an impossible TP degree.
+
+    One layer is compiled and counted `num_layers` times: all layers run the same ops.
+    """
+    graph = _one_layer(config, phase, rows, tp, shard_of)
+    return [
+        (op.stage, 1 if op.layer is None else config.num_layers, op_cost(op, graph, fp8, context))
+        for op in graph.ops
+    ]
