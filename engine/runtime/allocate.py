@@ -13,6 +13,7 @@ from engine.graph.lower import EXCHANGE_SLOTS
 from engine.kernels import argmax
 from engine.kernels.decode_attention import MAX_SPLITS
 from engine.kernels.decode_attention import workspace as attention_workspace
+from engine.kernels.sync import STATUS_WORDS
 from engine.runtime.rank import Rank
 from engine.runtime.state import new_state, rope_table
 
@@ -60,6 +61,9 @@ def allocate_ranks(
     message = max(sizes.tokens, sizes.rows) * config.hidden_size * dtype.itemsize
     slot_bytes = world * -(-message // 256) * 256
     ranks: list[Rank] = []
+    status = _host(
+        (STATUS_WORDS,), devices[0]
+    )  # one for all ranks: an expired spin ends every other
     tables: dict[torch.device, torch.Tensor] = {}
     for index, device in enumerate(devices):
         if device not in tables:
@@ -85,7 +89,7 @@ def allocate_ranks(
                     sizes.rows, shard.num_heads, shard.num_kv_heads, config.head_dim, MAX_SPLITS, device
                 ),
                 ring=_host((RING, sizes.rows), device), step=on((1,), torch.int32),
-                status=_host((8,), device),
+                status=status,
                 exchange=on((EXCHANGE_SLOTS * slot_bytes,), torch.uint8) if world > 1 else None,
                 exchange_slot_bytes=slot_bytes,
                 token_exchange=on((world * sizes.rows * 8,), torch.uint8) if world > 1 else None,

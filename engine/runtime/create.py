@@ -151,14 +151,15 @@ def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecuto
         raise EngineError("--shard-of measures speed on GPUs; it means nothing with --device cpu")
     phases = Phases()
     with phases.phase("check"):
+        max_model_len = engine.max_model_len or min(config.max_position_embeddings, CPU_CONTEXT)
+        config.check_context(max_model_len)
         model = _open(engine, config, "cpu")
     with phases.phase("load"):
         weights = _load(model, model.specs(tp), [torch.device("cpu")] * tp)
         weights = [_for_cpu(rank, model.dtype) for rank in weights]
     executor = CpuExecutor(
         config, tp, weights, dtype=model.dtype, num_slots=engine.max_num_seqs,
-        max_model_len=engine.max_model_len or min(config.max_position_embeddings, CPU_CONTEXT),
-        phases=phases,
+        max_model_len=max_model_len, phases=phases,
     )  # fmt: skip
     log.info("%s", phases.summary())
     return executor
@@ -187,6 +188,7 @@ def create_gpu_executor(
         buckets = prefill_buckets(engine.max_model_len or config.max_position_embeddings)
         table = _fit(engine, model, devices, buckets)
         max_model_len = table.need.context
+        config.check_context(max_model_len)
         buckets = prefill_buckets(max_model_len)
         log.info("memory per GPU:\n%s", table)
         properties = torch.cuda.get_device_properties(devices[0])

@@ -246,15 +246,16 @@ class GpuExecutor:
             time.sleep(0)
 
     def _check_status(self) -> None:
-        for rank in self.ranks:
-            if rank.status[0]:
-                words = rank.status.tolist()
-                self.recover()
-                raise DeviceError(
-                    f"rank {words[1]} waited in vain at all-reduce site {words[2]} (slot {words[3]}, "
-                    f"peer {words[4]}): a rank stopped or was delayed past the limit; the exchange "
-                    "has been reset and the next request can run"
-                )
+        words = self.ranks[0].status.tolist()  # shared by all ranks; layout in kernels/sync.py
+        if not words[0]:
+            return
+        self.recover()
+        site = "the sampling exchange" if words[2] < 0 else f"all-reduce {words[2]} of the step"
+        raise DeviceError(
+            f"rank {words[1]} waited in vain for rank {words[4]} at {site} (slot at byte {words[3]}): a rank "
+            "stopped or was delayed past the limit; the exchange has been re-armed and the next "
+            "request can run"
+        )
 
     def _check_device(self, step: int) -> None:
         for stream in self.streams:

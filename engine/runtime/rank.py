@@ -40,7 +40,7 @@ class Rank:
     attention_workspace: Any  # split-KV partials, sized for R rows
     ring: torch.Tensor  # [RING, R] int32, pinned host memory: the tokens of the last RING steps
     step: torch.Tensor  # [1] int32: steps sampled so far (this rank's count)
-    status: torch.Tensor  # [8] int32, pinned host memory: what an expired spin waited for
+    status: torch.Tensor  # [8] int32, pinned host memory, one for all ranks: kernels/sync.py
     # Present when world > 1:
     exchange: torch.Tensor | None = None  # uint8: two slots of world messages
     exchange_slot_bytes: int = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import ModelConfig
+from engine.rope import rope_frequencies
 
 
 @dataclass
@@ -23,14 +24,15 @@ class RankState:
 
 
 def rope_table(config: ModelConfig, length: int, device: torch.device | str) -> torch.Tensor:
-    """[length, D] fp32, cos and sin of position * theta^(-2i/D) interleaved (RoFormer, arXiv:2104.09864).
+    """[length, D] fp32: cos and sin of position * frequency interleaved (RoFormer, arXiv:2104.09864), times
+    the attention factor of the config's RoPE scaling (engine/rope.py).
 
     Angles are formed in fp32 as transformers forms them, so that long positions round alike.
     """
-    d = config.head_dim
-    inv = 1.0 / config.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
-    angle = torch.arange(length, dtype=torch.float32)[:, None] * inv[None, :]
-    return torch.stack((angle.cos(), angle.sin()), dim=-1).reshape(length, d).to(device)
+    frequencies, factor = rope_frequencies(config)
+    angle = torch.arange(length, dtype=torch.float32)[:, None] * frequencies[None, :]
+    pairs = torch.stack((angle.cos() * factor, angle.sin() * factor), dim=-1)
+    return pairs.reshape(length, config.head_dim).to(device)
 
 
 def new_state(
