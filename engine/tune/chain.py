@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CHAIN_BYTES = 2 << 30  # weights of the shortened model: 30 times an H200's L2
 REPLAYS = 24  # per timing; the KV of a slot has room for so many steps beyond the context
+PREFILL_REPLAYS = 5  # a prefill step takes milliseconds
 MAX_ERROR = 0.05  # RMS of a candidate's logits against the present ones; rounding gives about 0.01
 
 
@@ -56,6 +57,7 @@ class Chain:
         from engine.runtime.create import create_gpu_executor
 
         self.deployment = deployment
+        self.replays = REPLAYS if deployment.phase == "decode" else PREFILL_REPLAYS
         whole = preset(deployment.model)
         degree = deployment.shard_of or deployment.tp
         per_layer = (whole.num_parameters // whole.num_layers) // degree
@@ -127,12 +129,12 @@ class Chain:
                     pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
                     pair[0].record(stream)
                     events.append((stream, pair))
-            for _ in range(REPLAYS):
+            for _ in range(self.replays):
                 program.replay()
             for stream, (_, end) in events:
                 end.record(stream)
             self._synchronize()
-            times.append(max(a.elapsed_time(b) for _, (a, b) in events) * 1e-3 / REPLAYS)
+            times.append(max(a.elapsed_time(b) for _, (a, b) in events) * 1e-3 / self.replays)
         return sorted(times)[1]
 
     def close(self) -> None:
