@@ -315,6 +315,8 @@ def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, Path | Non
         raise EngineError(
             f"--max-model-len {config.max_model_len} is over the {limit} positions of {model.name}"
         )
+    if config.max_model_len is not None:
+        model.check_context(config.max_model_len)
     model.shard(config.shard_of or config.tensor_parallel_size)
     return config, model, directory
 

@@ -141,17 +141,13 @@ def test_checkpoint_dtype(dtype_key):
     [
         (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not"),
         (LLAMA, {"architectures": None, "model_type": "t5"}, "architecture 't5' is not supported"),
-        (LLAMA, {"architectures": []}, "supported: Qwen2ForCausalLM, LlamaForCausalLM"),
+        (LLAMA, {"architectures": []}, "supported: Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         (LLAMA, {"num_local_experts": 8}, "sets num_local_experts"),
-        (LLAMA, {"final_logit_softcapping": 30.0, "alibi": True}, "alibi, final_logit_softcapping"),
+        (LLAMA, {"final_logit_softcapping": 30.0, "alibi": True}, "alibi = true, final_logit_softcapping = 30.0"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias is not implemented"),
-        (LLAMA, {"attention_bias": True}, "attention_bias (a bias on o_proj too)"),
-        (LLAMA, {"sliding_window": 4096}, "sliding-window attention"),
-        (QWEN_7B, {"use_sliding_window": True}, "sliding-window attention"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling 'linear'"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias = true, which this engine does not implement"),
+        (LLAMA, {"attention_bias": True}, "attention_bias = true"),
         (LLAMA, {"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
         (LLAMA, {"num_key_value_heads": 2}, "9 attention heads are not a multiple of 2 KV heads"),
         (LLAMA, {"head_dim": 40}, "head_dim 40 is not a multiple of 16 up to 256"),
@@ -184,7 +180,7 @@ def test_damaged_config(tmp_path):
 # Presets
 
 
-PARAMETERS = {  # billions, as the model cards state them (0.49, 1.54, 3.09, 7.61, 14.7, 32.5, 72.7)
+PARAMETERS = {  # billions, as the model cards state them (0.49, 1.54, 3.09, 7.61, 14.7, 32.5, 72.7; ...)
     "qwen2.5-0.5b": 0.49,
     "qwen2.5-1.5b": 1.54,
     "qwen2.5-3b": 3.09,
@@ -192,6 +188,12 @@ PARAMETERS = {  # billions, as the model cards state them (0.49, 1.54, 3.09, 7.6
     "qwen2.5-14b": 14.7,
     "qwen2.5-32b": 32.5,
     "qwen2.5-72b": 72.7,
+    "qwen3-8b": 8.19,
+    "qwen3-14b": 14.77,
+    "qwen3-32b": 32.76,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.55,
+    "mistral-7b": 7.25,
 }
 
 
@@ -205,10 +207,13 @@ def test_preset_sizes(name):
 
 def test_preset_spellings():
     assert preset("Qwen/Qwen2.5-72B-Instruct") is PRESETS["qwen2.5-72b"]
+    assert preset("meta-llama/Llama-3.1-8B-Instruct") is PRESETS["llama-3.1-8b"]
 
 
 def test_unknown_preset_lists_the_known():
-    with pytest.raises(EngineError, match=r"no preset 'qwen2\.5-8b'.*qwen2\.5-0\.5b, .*72b"):
+    with pytest.raises(
+        EngineError, match=r"no preset 'qwen2\.5-8b'.*qwen2\.5-0\.5b, .*72b.*qwen3-8b"
+    ):
         preset("qwen2.5-8b")
 
 
