@@ -62,6 +62,7 @@ __all__ = [
     "push",
 ]
 
+SOURCES = ("all_reduce.py", "packed.py", "sync.py")  # what a tuned entry depends on (engine/tune)
 ALGORITHMS = ("lamport", "flag", "two_shot", "nccl")
 
 

@@ -24,13 +24,14 @@ ring.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from engine.errors import EngineError
 from engine.kernels.all_reduce import address_of
+from engine.kernels.gumbel import gumbel, gumbel_ref
+from engine.kernels.sample_ref import RING_NAN, sample_ref
 from engine.kernels.sync import (
     DEFAULT_LIMIT_US,
     SENTINEL_32,
@@ -40,7 +41,11 @@ from engine.kernels.sync import (
     wait_messages,
 )
 
-RING_NAN = -2  # the row's logits hold a NaN
+__all__ = [
+    "RING_NAN", "RING_PADDING", "argmax_finish", "argmax_partial", "argmax_poll", "argmax_programs",
+    "argmax_push", "gumbel", "gumbel_ref", "key_id", "key_value", "order_key", "sample_ref",
+]  # fmt: skip
+
 RING_PADDING = -3  # row_slots[r] = -1
 COLUMNS = 1024  # logits a program handles at a time
 
@@ -48,80 +53,6 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 _NAN_KEY = tl.constexpr(0x7FFFFFFF)
 # (-inf, no id): below every real pair, yet a number.
 _LOWEST_KEY = tl.constexpr(-2139095041 << 32)
-
-
-@triton.jit
-def _mix(h):
-    """32-bit finaliser of MurmurHash3 (public domain, A. Appleby): full avalanche."""
-    h ^= h >> 16
-    h *= 0x85EBCA6B
-    h ^= h >> 13
-    h *= 0xC2B2AE35
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def gumbel(seed, position, ids):
-    """Standard Gumbel noise, fp32, of int32 tensors (seed and position scalars)."""
-    key = _mix(seed.to(tl.uint32) + 0x9E3779B9)
-    key = _mix(key ^ (position.to(tl.uint32) * 0x85EBCA77 + 0x165667B1))
-    h = _mix(_mix(ids.to(tl.uint32) * 0x9E3779B1 + key) ^ key)
-    # u in (0, 1). Small u decides the maximum: steps of 2^-32 there, and a series instead of
-    # -log(1 - u), which would lose u's low bits in fp32. The largest u would round to 1.
-    u = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    series = u + 0.5 * u * u
-    exponential = tl.where(u < 0.0009765625, series, -tl.log(1.0 - u))
-    return -tl.log(exponential)
-
-
-def gumbel_ref(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
-    """`gumbel` in numpy: bit for bit what the interpreter computes; a GPU's log may differ by an
-    ulp.
-    """
-
-    def mix(h: np.ndarray) -> np.ndarray:
-        h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
-        h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
-        return h ^ (h >> 16)
-
-    with np.errstate(over="ignore", divide="ignore"):
-        key = mix(np.array([seed & 0xFFFFFFFF], dtype=np.uint32) + np.uint32(0x9E3779B9))
-        where = np.array([position & 0xFFFFFFFF], dtype=np.uint32)
-        key = mix(key ^ (where * np.uint32(0x85EBCA77) + np.uint32(0x165667B1)))
-        h = mix(mix(ids.astype(np.uint32) * np.uint32(0x9E3779B1) + key) ^ key)
-        u = (h.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-        u = np.minimum(u, np.float32(0.99999994))
-        series = u + np.float32(0.5) * u * u
-        exponential = np.where(u < np.float32(2.0**-10), series, -np.log(np.float32(1.0) - u))
-        return -np.log(exponential)
-
-
-def sample_ref(
-    shards: list[torch.Tensor],
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    vocab_size: int | None = None,
-) -> torch.Tensor:
-    """int64 [R]: the id that the kernels choose; RING_NAN for a row that holds a NaN.
-
-    shards: the ranks' logits [R, V_r] in rank order (their ids follow on); temperature, seeds and
-    positions [R]; ids >= vocab_size never win.
-    """
-    logits = torch.cat([shard.detach().float().cpu() for shard in shards], dim=-1)
-    rows, columns = logits.shape
-    columns = min(columns, vocab_size or columns)
-    chosen = torch.empty(rows, dtype=torch.int64)
-    for row in range(rows):
-        scores = logits[row, :columns].numpy()
-        scale = np.float32(temperature[row].item())
-        if scale > 0:
-            noise = gumbel_ref(int(seeds[row]), int(positions[row]), np.arange(columns))
-            scores = scores + scale * noise
-        # numpy's argmax takes the first of equals, and the first NaN if there is one.
-        best = int(scores.argmax())
-        chosen[row] = RING_NAN if np.isnan(scores[best]) else best
-    return chosen
 
 
 @triton.jit
@@ -183,7 +114,9 @@ def argmax_partial_kernel(
     for start in range(part * BLOCK, columns, parts * BLOCK):
         column = start + tl.arange(0, BLOCK)
         real = column < tl.minimum(columns, limit)
-        value = tl.load(logits + row.to(tl.int64) * columns + column, mask=real, other=0.0)
+        # The mask has the granularity of `columns`, so that 16 bytes load at once; `limit` has none.
+        inside = column < columns
+        value = tl.load(logits + row.to(tl.int64) * columns + column, mask=inside, other=0.0)
         token = id_offset + column
         if scale > 0:
             value += scale * gumbel(seed, position, token)

@@ -116,8 +116,11 @@ def two_shot(calls: int, slots: int, replays: int, together: bool):
 def test_two_shot():
     assert exhaustive(Machine(split_form(two_shot(3, 3, 2, True), 2))) is None
     assert exhaustive(Machine(split_form(two_shot(2, 2, 3, False), 2))) is None
-    assert exhaustive(Machine(fused_form(two_shot(3, 3, 2, True), 2, 2, per_kernel=2))) is None
-    assert exhaustive(Machine(fused_form(two_shot(2, 2, 3, False), 2, 2, per_kernel=2))) is None
+    assert exhaustive(Machine(fused_form(two_shot(3, 3, 2, True), 2, 1, per_kernel=2))) is None
+    assert exhaustive(Machine(fused_form(two_shot(2, 2, 3, False), 2, 1, per_kernel=2))) is None
+    for together, slots in ((True, 3), (False, 2)):
+        exchanges = two_shot(slots, slots, 3, together)
+        assert randomised(Machine(fused_form(exchanges, 3, 2, per_kernel=2, fine=True)), 20) is None
 
 
 @pytest.mark.parametrize(("world", "programs"), [(3, 2), (4, 1), (4, 2)])
