@@ -154,7 +154,7 @@ def plan_gemv(
         return gemv_kernel, (triton.cdiv(n, block_n),), {**arguments, "BLOCK_N": block_n}
     shape = ring_shape(config, n, k, rows, x.dtype, w.dtype)
     arguments.update(
-        k_tiles=triton.cdiv(k, config.block_k), STAGES=config.stages, WARPS_K=config.warps_k,
+        k_tiles=triton.cdiv(k, config.block_k), STAGES=shape.stages, WARPS_K=config.warps_k,
         ROWS_PER_PROGRAM=shape.rows_per_program, STAGE_X=shape.stage_x,
     )  # fmt: skip
     return gemv_ring_kernel, (shape.programs,), arguments

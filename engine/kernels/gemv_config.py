@@ -16,6 +16,7 @@ SHARED_BYTES = (
     227 * 1024
 )  # of one multiprocessor, for all its programs (1 KB of it reserved for each)
 MAX_STAGES = 12
+MIN_RING_BYTES = 96 * 1024  # of one multiprocessor: three times what Little's law asks for
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class RingShape:
     programs: int
     rows_per_program: int
     stage_x: bool
+    stages: int  # at most the config's
     shared_bytes: int
 
 
@@ -73,20 +75,25 @@ def ring_shape(
     # Whole pairs of rows (gate/up, RoPE, Lamport words); at most two rows of imbalance.
     rows_per_program = 2 * triton.cdiv(n, 2 * config.programs)
     padded_rows = triton.next_power_of_2(rows)
-    ring = stages * block_n * block_k * size
+    tile = block_n * block_k * size
     scratch = 4 * padded_rows * warps_k * block_n
     chunk = max(num_warps * 256, block_k)
     staged = 2 * padded_rows * triton.cdiv(k, chunk) * chunk
     per_sm = config.programs_per_sm
     budget = SHARED_BYTES // per_sm - (1024 if per_sm > 1 else 0)
-    stage_x = ring + scratch + staged <= budget
-    shared = ring + scratch + (staged if stage_x else 0)
-    if shared > budget:
+    if stages * tile + scratch > budget:
         raise EngineError(
-            f"ring GEMV: {stages} stages of {block_n} x {block_k} take {shared} bytes of shared memory; "
-            f"a program has {budget}"
+            f"ring GEMV: {stages} stages of {block_n} x {block_k} take {stages * tile + scratch} bytes of "
+            f"shared memory; a program has {budget}"
         )
-    return RingShape(triton.cdiv(n, rows_per_program), rows_per_program, stage_x, shared)
+    # Several rows of x: a shallower ring that leaves room for them, as long as enough stays in flight. Neither
+    # changes the order of a sum.
+    shallow = min(stages, (budget - scratch - staged) // tile)
+    stage_x = shallow == stages or (shallow >= 3 and shallow * tile * per_sm >= MIN_RING_BYTES)
+    stages = shallow if stage_x else stages
+    shared = stages * tile + scratch + (staged if stage_x else 0)
+    programs = triton.cdiv(n, rows_per_program)
+    return RingShape(programs, rows_per_program, stage_x, stages, shared)
 
 
 def weight_name(dtype: torch.dtype | str) -> str:
@@ -118,16 +125,17 @@ def rows_block_n(config: GemvConfig, rows: int) -> int:
 
 
 def deepest_ring(config: GemvConfig, n: int, k: int, w_dtype: torch.dtype) -> GemvConfig | None:
-    """`config` with as many stages as shared memory holds: with x staged at 1 row, and at all at 8 rows."""
+    """`config` with as many stages as shared memory holds beside one staged row, and at all for 8 rows."""
     x_dtype = torch.bfloat16 if w_dtype.itemsize == 1 else w_dtype
     for stages in range(MAX_STAGES, 2, -1):
         deep = replace(config, stages=stages)
         try:
             ring_shape(deep, n, k, 8, x_dtype, w_dtype)
-            if ring_shape(deep, n, k, 1, x_dtype, w_dtype).stage_x:
-                return deep
+            shape = ring_shape(deep, n, k, 1, x_dtype, w_dtype)
         except EngineError:
             continue
+        if shape.stage_x and shape.stages == stages:
+            return deep
     return None
 
 

@@ -109,32 +109,21 @@ def prepare_x(v, factor, g, MATH: gl.constexpr):
 
 
 @gluon.jit
-def x_fragment(
-    x_ptr,
-    norm_ptr,
-    factor,
-    kt,
-    R: gl.constexpr,
-    K: gl.constexpr,
-    RP: gl.constexpr,
-    WARPS_K: gl.constexpr,
-    WARP_K: gl.constexpr,
-    MATH: gl.constexpr,
-    FRAGMENT: gl.constexpr,
-):
-    """Tile kt of x straight from global memory: [WARPS_K, WARP_K, RP]."""
+def load_fragment(
+    x_ptr, norm_ptr, kt, R: gl.constexpr, K: gl.constexpr, RP: gl.constexpr, WARPS_K: gl.constexpr,
+    WARP_K: gl.constexpr, FRAGMENT: gl.constexpr,
+):  # fmt: skip
+    """Tile kt of x and of the norm weight (or x again) from global memory: [WARPS_K, WARP_K, RP], 16-bit."""
     part = gl.arange(0, WARPS_K, gl.SliceLayout(1, gl.SliceLayout(2, FRAGMENT)))
     k = gl.arange(0, WARP_K, gl.SliceLayout(0, gl.SliceLayout(2, FRAGMENT)))
     row = gl.arange(0, RP, gl.SliceLayout(0, gl.SliceLayout(1, FRAGMENT)))[None, :][:, None, :]
     k = (kt * WARPS_K + part[:, None][:, :, None]) * WARP_K + k[None, :][:, :, None]
-    v = load_x(x_ptr, row, k, R, K)
-    if factor is not None:
-        factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, FRAGMENT)))
-        factor = factor[None, :][:, None, :]
+    x = load_x(x_ptr, row, k, R, K)
     if norm_ptr is not None:
-        return prepare_x(v, factor, gl.load(norm_ptr + k, mask=k < K, other=0.0), MATH)
+        g = gl.load(norm_ptr + k, mask=k < K, other=0.0)
+        return x, g
     else:
-        return prepare_x(v, factor, None, MATH)
+        return x, x
 
 
 @gluon.jit
@@ -315,6 +304,14 @@ def gemv_ring_kernel(
             v = gl.reshape(v, [RP, X_TILES * WARPS_K, WARP_K])
             by_chunk.index(c).store(gl.permute(v, [1, 0, 2]))
 
+    else:
+        # One tile ahead in registers.
+        next_x, next_g = load_fragment(x_ptr, norm_ptr, 0, R, K, RP, WARPS_K, WARP_K, X_FRAGMENT)
+        column = None
+        if NORM or SCALED:
+            column = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, X_FRAGMENT)))
+            column = column[None, :][:, None, :]
+
     PAIRS: gl.constexpr = split_pairs(gl.zeros([BLOCK_N, RP], gl.float32, OUT))[0].type.layout
     slot = first * 0
     last_slot = slot + (STAGES - 1)
@@ -339,8 +336,13 @@ def gemv_ring_kernel(
         acc = gl.zeros([WARPS_K, BLOCK_N, RP], gl.float32, MMA)
         for kt in range(k_tiles):
             if not STAGE_X:
-                x = x_fragment(
-                    x_ptr, norm_ptr, factor, kt, R, K, RP, WARPS_K, WARP_K, MATH, X_FRAGMENT
+                if NORM:
+                    x = prepare_x(next_x, column, next_g, MATH)
+                else:
+                    x = prepare_x(next_x, column, None, MATH)
+                following_k = gl.where(kt + 1 == k_tiles, 0, kt + 1)
+                next_x, next_g = load_fragment(
+                    x_ptr, norm_ptr, following_k, R, K, RP, WARPS_K, WARP_K, X_FRAGMENT
                 )
             async_copy.wait_group(STAGES - 2)
             if STAGE_X:
