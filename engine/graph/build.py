@@ -104,6 +104,16 @@ class _Builder:
                 "linear", parts[role], "qkv", layer, {"role": role}, x=x, w=weight, bias=bias
             )
         heads_attrs = {"num_heads": sh.num_heads, "num_kv_heads": sh.num_kv_heads, "head_dim": d}
+        if cfg.qk_norm:
+            for role in ("q", "k"):
+                name = f"{prefix}.self_attn.{role}_norm.weight"
+                gain = self._weight(name, (d,), None, head_dim=d, quantizable=False)
+                normed = Value(f"l{layer}.{role}_normed", parts[role].shape, sharding="sharded")
+                self._emit(
+                    "head_norm", normed, "qkv", layer,
+                    {"role": role, "eps": cfg.rms_norm_eps, "head_dim": d}, x=parts[role], weight=gain,
+                )  # fmt: skip
+                parts[role] = normed
         cache = tuple(
             state(f"l{layer}.{kind}_cache", (0, sh.num_kv_heads, 0, d), "act", "sharded")
             for kind in ("k", "v")

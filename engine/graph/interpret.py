@@ -161,6 +161,16 @@ class Interpreter:
             return self._split_rotate_append(op, rank, y, "pairs")
         return y.float() if op.out.dtype == "f32" else y
 
+    def _head_norm(self, op: Op, rank: int) -> torch.Tensor:
+        x = self._read(op, "x", rank)
+        return self._norm_heads(x, self._read(op, "weight", rank), op.attrs["eps"]).to(x.dtype)
+
+    @staticmethod
+    def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [n, heads * D], weight [D] -> the same shape, fp32 or wider."""
+        heads = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (-1, len(weight)))
+        return rmsnorm_ref(heads, weight, eps).flatten(1)
+
     def _rope(self, op: Op, rank: int) -> torch.Tensor:
         return self._rotate(
             self._read(op, "x", rank), rank, op.attrs["head_dim"], op.attrs["style"]
@@ -198,7 +208,13 @@ class Interpreter:
         d = op.attrs["head_dim"]
         q_dim, kv_dim = op.attrs["num_heads"] * d, op.attrs["num_kv_heads"] * d
         q, k, v = qkv.split((q_dim, kv_dim, kv_dim), dim=-1)
-        rotated = self._rotate(qkv[:, : q_dim + kv_dim], rank, d, style)
+        q_and_k = qkv[:, : q_dim + kv_dim]
+        if op.find("q_norm") is not None:
+            eps = op.attrs["qk_norm_eps"]
+            q = self._norm_heads(q, self._read(op, "q_norm", rank), eps)
+            k = self._norm_heads(k, self._read(op, "k_norm", rank), eps)
+            q_and_k = torch.cat((q, k), dim=-1)
+        rotated = self._rotate(q_and_k, rank, d, style).to(qkv.dtype)
         q, k = rotated.split((q_dim, kv_dim), dim=-1)
         self._append(op, rank, k, v)
         return q.contiguous()

@@ -25,9 +25,11 @@ OP_KINDS: dict[str, str] = {
     "rmsnorm": "y = x / rms(x) * weight",
     "linear": "y[n,N] = x[n,K] @ w[N,K]^T (+ bias); attrs norm_eps: x is RMS-normalised with the "
     "norm weight first; epilogue: store | silu_mul | rope_append | residual | push",
+    "head_norm": "y = x / rms(x) * weight over each head of q or k (QK-norm)",
     "rope": "rotate q or k by position (style half or pairs)",
     "kv_append": "write k, v at the rows' positions",
-    "rope_append": "split qkv, rotate q and k, append k and v; y = q",
+    "rope_append": "split qkv, rotate q and k, append k and v; y = q; inputs q_norm, k_norm: each head of q and k "
+    "is RMS-normalised first",
     "attention": "GQA attention of q over the KV cache; causal",
     "silu_mul": "y = silu(gate) * up; one input of interleaved pairs, or two",
     "add": "y = x + residual",

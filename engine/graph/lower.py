@@ -198,9 +198,17 @@ class _Lowering:
     def _rope_append(self, op: Op) -> Launch:
         state, layer = self.rank.state, op.layer
         assert layer is not None
+        where: dict[str, Any] = (
+            {"positions": state.positions, "row_slots": self._row_slots()}
+            if self.graph.phase == "decode"
+            else {"request": self.rank.request}
+        )
+        if op.find("q_norm") is not None:
+            where |= {"q_norm": self._in(op, "q_norm"), "k_norm": self._in(op, "k_norm")}
+            where["eps"] = op.attrs["qk_norm_eps"]
         return self._launch(
             op, rope_append, self._in(op, "qkv"), self.tensors[op.out], state.k_cache[layer],
-            state.v_cache[layer], state.cos_sin, self.rank.request, **self._heads(op),
+            state.v_cache[layer], state.cos_sin, **where, **self._heads(op),
         )  # fmt: skip
 
     def _attention(self, op: Op) -> Launch:

@@ -84,5 +84,11 @@ def _check_op(op: Op, tp: int, where: str) -> None:
     elif op.kind == "rmsnorm":
         if op.input("x").sharding != "replicated" or shapes["weight"] != shapes["x"][-1:]:
             raise GraphError(f"{where}: a norm needs whole rows: {shapes}")
+    elif op.kind == "head_norm":
+        if shapes["weight"] != (op.attrs["head_dim"],) or shapes["x"] != op.out.shape:
+            raise GraphError(f"{where}: {shapes} -> {op.out.shape}")
+    elif op.kind == "rope_append" and "q_norm" in shapes:
+        if not shapes["q_norm"] == shapes["k_norm"] == (op.attrs["head_dim"],):
+            raise GraphError(f"{where}: a norm over heads of {op.attrs['head_dim']}: {shapes}")
     elif op.kind == "silu_mul" and "x" in shapes and shapes["x"][1] != 2 * op.out.shape[1]:
         raise GraphError(f"{where}: {shapes['x']} -> {op.out.shape}")

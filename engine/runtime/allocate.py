@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.checkpoint.load import Loaded
 from engine.config import ModelConfig
+from engine.graph.facts import choices
+from engine.graph.ir import Graph
 from engine.graph.lower import EXCHANGE_SLOTS
-from engine.kernels import argmax
+from engine.kernels import argmax, gemm
 from engine.kernels.decode_attention import MAX_SPLITS
 from engine.kernels.decode_attention import workspace as attention_workspace
+from engine.kernels.epilogue import SiluMul, Store
 from engine.kernels.sync import STATUS_WORDS
 from engine.runtime.rank import Rank
 from engine.runtime.state import new_state, rope_table
+from engine.tune.choose import choose
+from engine.tune.gemm_space import candidates
 
 RING = 64  # steps whose tokens the host ring holds; more than can be in flight
 SENTINEL = -2147450880  # 0x80008000 as int32: "not written yet" (kernels/sync.py)
@@ -37,11 +42,36 @@ class Sizes:
     tokens: int  # largest prefill bucket, T
     max_model_len: int
     arena_bytes: int
+    gemm: tuple[int, int, int]  # kernels/gemm.py: workspace_sizes
 
     @property
     def kv_length(self) -> int:
         """Positions a slot's KV has room for."""
         return kv_length(self.max_model_len)
+
+
+def gemm_workspace_sizes(
+    graphs: Iterable[Graph], weight_dtype: Callable[[str], torch.dtype], tuning: bool = False
+) -> tuple[int, int, int]:
+    """Largest workspace that the graphs' GEMMs need; `tuning`: that any candidate of theirs may need."""
+    largest = (0, 0, 0)
+    for graph in graphs:
+        for op, facts in choices(graph, weight_dtype, torch.bfloat16, 0):
+            if op != "gemm":
+                continue
+            t, n, k = facts["t"], facts["n"], facts["k"]
+            configs = [choose("gemm", facts)]
+            if tuning:
+                configs += candidates(t, n, k, facts["weight_dtype"])
+            epilogue = SiluMul if facts["epilogue"] == "silu_mul" else Store
+            for config in configs:
+                sizes = gemm.workspace_sizes(config, t, n, epilogue)
+                largest = (
+                    max(largest[0], sizes[0]),
+                    max(largest[1], sizes[1]),
+                    max(largest[2], sizes[2]),
+                )
+    return largest
 
 
 def allocate_ranks(
@@ -88,6 +118,7 @@ def allocate_ranks(
                 attention_workspace=attention_workspace(
                     sizes.rows, shard.num_heads, shard.num_kv_heads, config.head_dim, MAX_SPLITS, device
                 ),
+                gemm_workspace=gemm.workspace(sizes.gemm, dtype, device),
                 ring=_host((RING, sizes.rows), device), step=on((1,), torch.int32),
                 status=status,
                 exchange=on((EXCHANGE_SLOTS * slot_bytes,), torch.uint8) if world > 1 else None,
@@ -111,6 +142,7 @@ def reset(ranks: Sequence[Rank]) -> None:
             rank.exchange.view(torch.int32).fill_(SENTINEL)
             rank.token_exchange.view(torch.int32).fill_(TOKEN_SENTINEL)
         rank.attention_workspace.reset()
+        rank.gemm_workspace.tickets.zero_()
         rank.step.zero_()
         rank.status.zero_()
         rank.ring.fill_(-1)

@@ -172,7 +172,7 @@ def create_gpu_executor(
 
     only: compile just these graphs (tuning).
     """
-    from engine.runtime.allocate import Sizes, allocate_ranks
+    from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
     from engine.runtime.gpu import GpuExecutor, compile_graphs
     from engine.runtime.links import probe_links, require_peer_access
     from engine.tune.choose import set_target
@@ -210,6 +210,9 @@ def create_gpu_executor(
             slots=engine.max_num_seqs, rows=decode_rows(engine.max_num_seqs), tokens=buckets[-1],
             max_model_len=max_model_len,
             arena_bytes=max(plan(graph, dtype.itemsize).arena_bytes for graph in graphs.values()),
+            gemm=gemm_workspace_sizes(
+                graphs.values(), lambda name: weights[0][name].weight.dtype, tuning=only is not None
+            ),
         )  # fmt: skip
         ranks = allocate_ranks(config, weights, devices, dtype, sizes, degree)
     facts: dict[str, Any] = {

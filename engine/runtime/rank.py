@@ -38,6 +38,7 @@ class Rank:
     best_values: torch.Tensor  # [R, P] fp32: per-program maxima of the vocabulary shard
     best_ids: torch.Tensor  # [R, P] int32
     attention_workspace: Any  # split-KV partials, sized for R rows
+    gemm_workspace: Any  # split-K partials and cuBLAS scratch, sized for the graphs' configurations
     ring: torch.Tensor  # [RING, R] int32, pinned host memory: the tokens of the last RING steps
     step: torch.Tensor  # [1] int32: steps sampled so far (this rank's count)
     status: torch.Tensor  # [8] int32, pinned host memory, one for all ranks: kernels/sync.py

@@ -13,7 +13,7 @@ from engine.graph.build import build
 from engine.graph.lower import lower
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
-from engine.runtime.allocate import Sizes, allocate_ranks
+from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
 from tests.graph.models import Lockstep, save_model
 
 PROMPT = [5, 17, 99, 3, 42, 42, 7, 150, 11, 8, 64]
@@ -51,7 +51,14 @@ class Lowered:
             for rank in range(tp)
         ]
         arena = max(p.arena_bytes for p in self.plans.values())
-        sizes = Sizes(slots=SLOTS, rows=2, tokens=BUCKET, max_model_len=LENGTH, arena_bytes=arena)
+        sizes = Sizes(
+            slots=SLOTS,
+            rows=2,
+            tokens=BUCKET,
+            max_model_len=LENGTH,
+            arena_bytes=arena,
+            gemm=gemm_workspace_sizes(graphs.values(), lambda n: weights[0][n].weight.dtype),
+        )
         self.ranks = allocate_ranks(config, weights, [device] * tp, torch.float16, sizes, tp)
         self.graphs = graphs
         self.lines = {

@@ -27,7 +27,12 @@ def fuse_epilogue(graph: Graph) -> Graph:
         readers = uses.get(op.out, []) if op.kind == "linear" else []
         reader = graph.ops[readers[0]] if len(readers) == 1 else None
         first = "qkv" if reader is not None and reader.kind == "rope_append" else "x"
-        if reader is None or reader.kind not in fusable or reader.input(first) != op.out:
+        if (
+            reader is None
+            or reader.kind not in fusable
+            or reader.input(first) != op.out
+            or reader.find("q_norm") is not None  # a norm over a head: more than a program holds
+        ):
             ops.append(op)
             continue
         ops.append(_fused(op, reader, fusable[reader.kind], first))

@@ -9,7 +9,8 @@ from engine.weights import WeightSpec
 
 
 def merge_qkv(graph: Graph) -> Graph:
-    """{linear q, linear k, linear v, rope q, rope k, kv_append} -> {linear qkv, rope_append} per layer."""
+    """{linear q, linear k, linear v, [head_norm q, head_norm k,] rope q, rope k, kv_append} -> {linear qkv,
+    rope_append} per layer."""
     weights = dict(graph.weights)
     layers: dict[int, dict[str, Op]] = {}
     for op in graph.ops:
@@ -18,6 +19,8 @@ def merge_qkv(graph: Graph) -> Graph:
         found = layers.setdefault(op.layer, {})
         if op.kind == "linear" and op.attrs["role"] in {"q", "k", "v"}:
             found[op.attrs["role"]] = op
+        elif op.kind == "head_norm":
+            found[f"{op.attrs['role']}_norm"] = op
         elif op.kind == "kv_append":
             found["append"] = op
         elif op.kind == "attention":
@@ -29,7 +32,7 @@ def merge_qkv(graph: Graph) -> Graph:
             ops.append(op)
         elif op is group["append"]:
             ops += _merged(group, weights)
-        elif op.kind == "rope" or (op.kind == "linear" and op.attrs["role"] in {"q", "k", "v"}):
+        elif op.kind in {"rope", "head_norm"} or (op.kind == "linear" and op.attrs["role"] in {"q", "k", "v"}):
             continue  # part of the merged pair
         else:
             ops.append(op)
@@ -66,10 +69,14 @@ def _merged(group: dict[str, Op], weights: dict[str, WeightSpec]) -> list[Op]:
         bias=values["bias"],
     )
     table = Value("cos_sin", (0, append.attrs["head_dim"]), "f32", kind="state")
-    heads = {key: append.attrs[key] for key in ("num_heads", "num_kv_heads", "head_dim")}
+    attrs = {key: append.attrs[key] for key in ("num_heads", "num_kv_heads", "head_dim")}
+    norms: dict[str, Value] = {}
+    if "q_norm" in group:
+        norms = {role: group[role].input("weight") for role in ("q_norm", "k_norm")}
+        attrs["qk_norm_eps"] = group["q_norm"].attrs["eps"]
     rope = make_op(
-        "rope_append", rope_q, "qkv", layer, {**heads, "style": "half"},
+        "rope_append", rope_q, "qkv", layer, {**attrs, "style": "half"},
         qkv=qkv, k_cache=append.input("k_cache"), v_cache=append.input("v_cache"), table=table,
-        positions=append.input("positions"), where=append.input("where"),
+        positions=append.input("positions"), where=append.input("where"), **norms,
     )  # fmt: skip
     return [linear, rope]

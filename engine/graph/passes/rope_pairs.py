@@ -2,7 +2,8 @@
 
 HF rotates row i with row i + D/2 of a head. With the rows permuted to 0, D/2, 1, D/2 + 1, ... a pair is
 adjacent, so one GEMV tile holds both and the rotation runs in its epilogue. Q, K and the K cache all
-carry the permuted order, and q . k does not depend on it; V is untouched.
+carry the permuted order, and q . k does not depend on it; V is untouched. The gains of QK-norm follow the
+rows that they scale.
 """
 
 from __future__ import annotations
@@ -30,4 +31,10 @@ def rope_pairs(graph: Graph) -> Graph:
             q, k, v = spec.parts
             parts = (replace(q, layout="rope_pairs"), replace(k, layout="rope_pairs"), v)
             weights[value.name] = replace(spec, parts=parts)
+        for role in ("q_norm", "k_norm"):
+            gain = op.find(role)
+            if gain is not None:
+                (part,) = weights[gain.name].parts
+                permuted = replace(part, layout="rope_pairs")
+                weights[gain.name] = replace(weights[gain.name], parts=(permuted,))
     return replace(graph, ops=tuple(ops), weights=weights)
