@@ -2,19 +2,21 @@
 
     python -m bench.stages qwen2.5-72b:fp8:2 qwen2.5-72b:fp8:2:8
 
-What a stage adds between its neighbours is what leaving it out saves; under programmatic dependent launch
-that is less than it takes alone. `roof_us` is its bytes over the copy bandwidth of the same run. What is left
-when the sum is taken from the step is overlap won (negative) or waiting that belongs to no stage.
+The method is `engine.profiling.subtract`, here on a model of a few layers and with rows written for bench/results.
+`roof_us` is a stage's bytes over the copy bandwidth of the same run. What is left when the sum is taken from the
+step is overlap won (negative) or waiting that belongs to no stage.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 
 from bench.rows import Rows
-from engine.graph.capture import Program
+from engine.profiling.report import stage_roofs
+from engine.profiling.subtract import added_by_stage
 from engine.tune.chain import Chain, Deployment
+
+PEAK = 989e12  # dense BF16 FLOP/s, datasheet
 
 
 def measure(rows: Rows, deployment: Deployment, layers: int | None) -> None:
@@ -22,38 +24,29 @@ def measure(rows: Rows, deployment: Deployment, layers: int | None) -> None:
     chain = Chain(deployment, layers)
     try:
         program = chain.executor.lower(chain.graph)
-        whole = chain.time(program)
+        whole = chain.device.step_s(program)
         bandwidth = chain.executor.stats()["roof"]["copy_bandwidth"]
-        kv = (
-            2
-            * chain.executor.ranks[0].state.k_cache[0][0, :, : deployment.context].nbytes
-            * deployment.rows
-        )
-        line = program.launches[0]
-        calls = Counter(launch.op.stage for launch in line)
+        roofs = stage_roofs(
+            chain.executor.config, deployment.tp, phase="decode", rows=deployment.rows,
+            context=deployment.context, fp8=deployment.quantization == "fp8",
+            shard_of=deployment.shard_of, copy_bandwidth=bandwidth, peak_flops=PEAK,
+        )  # fmt: skip
         facts = dict(model=deployment.model, quantization=deployment.quantization or "none", tp=deployment.tp,
                      shard_of=deployment.shard_of, rows=deployment.rows, context=deployment.context)  # fmt: skip
-        print(f"{deployment}, {chain.layers} layers: step {whole * 1e6:.1f} us", flush=True)
+        print(f"{deployment}, {chain.layers} layers: step {max(whole) * 1e6:.1f} us", flush=True)
         total = 0.0
-        for stage, count in calls.items():
-            rest = Program(
-                [[item for item in ranks if item.op.stage != stage] for ranks in program.launches],
-                program.streams,
-            )
-            added = (whole - chain.time(rest)) / count
-            rest.free()
-            total += added * count
-            moved = sum(launch.bytes for launch in line if launch.op.stage == stage) / count
-            moved += kv if stage == "attention" else 0
-            roof = moved / bandwidth
-            rows.add("stage_added_us", added * 1e6, "us", algorithm=stage, bytes=int(moved),
-                     share=roof / added if added > 0 else None, **facts)  # fmt: skip
+        for stage in added_by_stage(chain.device, program, whole):
+            added, roof = max(stage.us) / stage.calls, roofs[stage.stage]
+            total += max(stage.us)
+            rows.add("stage_added_us", added, "us", algorithm=stage.stage, bytes=roof.bytes // stage.calls,
+                     share=roof.us / stage.calls / added if added > 0 else None, **facts)  # fmt: skip
+            kept = f"; {stage.kept_sends} bare pushes kept" if stage.kept_sends else ""
             print(
-                f"  {stage:<11} x{count:<3} adds {added * 1e6:7.2f} us a call, roof {roof * 1e6:7.2f} us"
-                f" ({moved / 1e6:.2f} MB)",
+                f"  {stage.stage:<11} x{stage.calls:<3} adds {added:7.2f} us a call, roof "
+                f"{roof.us / stage.calls:7.2f} us ({roof.bytes / stage.calls / 1e6:.2f} MB){kept}",
                 flush=True,
             )
-        print(f"  sum {total * 1e6:.1f} us, {total / whole:.3f} of the step", flush=True)
+        print(f"  sum {total:.1f} us, {total / max(whole) * 1e-6:.3f} of the step", flush=True)
     finally:
         chain.close()
 

@@ -18,14 +18,13 @@ import torch
 from engine.config import EngineConfig, preset, with_layers
 from engine.graph.capture import Program
 from engine.graph.ir import Graph, Phase
+from engine.profiling.device import REPLAYS, GpuDevice
 from engine.tune import choose
 
 if TYPE_CHECKING:
     from engine.runtime.gpu import GpuExecutor, GraphKey
 
 CHAIN_BYTES = 2 << 30  # weights of the shortened model: 30 times an H200's L2
-REPLAYS = 24  # per timing; the KV of a slot has room for so many steps beyond the context
-PREFILL_REPLAYS = 5  # a prefill step takes milliseconds
 MAX_ERROR = 0.05  # RMS of a candidate's logits against the present ones; rounding gives about 0.01
 
 
@@ -57,7 +56,6 @@ class Chain:
         from engine.runtime.create import create_gpu_executor
 
         self.deployment = deployment
-        self.replays = REPLAYS if deployment.phase == "decode" else PREFILL_REPLAYS
         whole = preset(deployment.model)
         degree = deployment.shard_of or deployment.tp
         per_layer = (whole.num_parameters // whole.num_layers) // degree
@@ -74,6 +72,7 @@ class Chain:
         self.key: GraphKey = (deployment.phase, rows, "last")
         self.executor: GpuExecutor = create_gpu_executor(engine, model, only=[self.key])
         self.graph: Graph = self.executor.graphs[self.key]
+        self.device = GpuDevice(self.executor, self.graph, deployment.rows, deployment.context)
         self._expected: torch.Tensor | None = None
 
     def facts(self, op: str) -> list[dict[str, Any]]:
@@ -117,25 +116,7 @@ class Chain:
 
     def time(self, program: Program | None = None) -> float:
         """Seconds per step, median of batches of replays, slowest rank."""
-        program = program or self._program(self.graph)
-        if not program.captured:
-            program.capture()
-        times = []
-        for _ in range(4):
-            self._rewind()
-            events = []
-            for stream in dict.fromkeys(program.streams):
-                with torch.cuda.stream(stream):
-                    pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                    pair[0].record(stream)
-                    events.append((stream, pair))
-            for _ in range(self.replays):
-                program.replay()
-            for stream, (_, end) in events:
-                end.record(stream)
-            self._synchronize()
-            times.append(max(a.elapsed_time(b) for _, (a, b) in events) * 1e-3 / self.replays)
-        return sorted(times)[1]
+        return max(self.device.step_s(program or self._program(self.graph)))
 
     def close(self) -> None:
         self.executor.close()
@@ -175,33 +156,13 @@ class Chain:
 
         with ThreadPoolExecutor(16, thread_name_prefix="tune") as pool:
             built = list(pool.map(build, programs))
-        self._rewind()
+        self.device.rewind()
         return built
-
-    def _rewind(self) -> None:
-        """Protocol state re-armed and every slot back at the context's length."""
-        self.executor.recover()
-        for rank in self.executor.ranks:
-            slots = torch.arange(rank.row_slots.numel(), dtype=torch.int32, device=rank.device)
-            rank.row_slots.copy_(slots.clamp(max=self.deployment.rows - 1))
-            rank.state.positions.fill_(self.deployment.context)
-            request = torch.tensor([0, 0, self.deployment.context], dtype=torch.int32)
-            rank.request.copy_(request)
-            ids = torch.arange(rank.prompt.numel(), dtype=torch.int32) * 37 + 5
-            rank.prompt.copy_(ids % self.executor.config.vocab_size)
-            rank.state.tokens.copy_(torch.arange(rank.state.tokens.numel()) + 11)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        for stream in self.executor.streams:
-            stream.synchronize()
 
     def _logits(self, program: Program) -> torch.Tensor:
         for rank in self.executor.ranks:
             rank.arena.fill_(0x7F)  # NaN: what a candidate leaves unwritten is found
-        self._rewind()
-        program.replay()
-        self._synchronize()
+        self.device.replay(program, 1)
         return self.executor.step_logits(self.graph)
 
     def _error(self, logits: torch.Tensor) -> float:
