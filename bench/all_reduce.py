@@ -185,7 +185,8 @@ def latency_table(bench: Bench, world: int, forms: list[str], sizes: list[int]) 
         f"{f}{'+pdl' if p else ''}".rjust(22) for f in forms for p in (0, 1)
     )
     bench.say(
-        f"us a call, {world} ranks on {len(bench.devices)} devices, {CALLS} in a graph (fewer when large)"
+        f"us a call, {world} ranks on {len(bench.devices)} devices, {CALLS} in a graph "
+        "(fewer when large)"
     )
     bench.say(head)
     for nbytes in sizes:
@@ -203,7 +204,7 @@ def latency_table(bench: Bench, world: int, forms: list[str], sizes: list[int]) 
 
 
 def soak(bench: Bench, world: int, replays: int = 600) -> None:
-    """The field report's failure: throughput that decays. Last tenth of the replays over the first."""
+    """The field report's failure: throughput that decays. Last tenth over the first."""
     group = Group("lamport", world, bench.devices, 1 << 14, pdl=True)
     group.preload()
     replay = capture(group, lambda device: calls_of(group, device, CALLS))

@@ -53,7 +53,8 @@ SPLITS = {
 # while a rank may already spin.
 @triton.jit(do_not_specialize=["call", "n"])
 def prepare_kernel(
-    x, residual, x_pool, residual_pool, delays, step, call, n, POOL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, residual, x_pool, residual_pool, delays, step, call, n,
+    POOL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Wait delays[.] ns, then copy pool row (call + step) % POOL to x and residual."""
     if PDL:
@@ -131,7 +132,7 @@ class Member:
 
 @functools.lru_cache(maxsize=4)
 def _inputs(world: int, n: int) -> list[torch.Tensor]:
-    """Partial sums of each rank, the residual (bf16) and the expected sums (int16), each [pool, n]."""
+    """Partial sums of each rank, the residual (bf16), the expected sums (int16), each [pool, n]."""
     generator = torch.Generator().manual_seed(world * 1000 + n)
     pool = POOL if n <= 1 << 17 else 1  # large messages are timed, and checked on one input
     inputs = []
@@ -316,7 +317,7 @@ class Group:
         self.synchronize()
 
     def verdict(self) -> dict[str, Any]:
-        """After the devices are idle: wrong elements, equality of all ranks' bits, and the status."""
+        """After the devices are idle: wrong elements, equality of the ranks' bits, the status."""
         self.synchronize()
         found = [m.found.tolist() for m in self.members]
         return {

@@ -1,6 +1,6 @@
 """One-shot all-reduce without a barrier: push to every peer, poll locally, sum in rank order.
 
-    out[rows, H] = round16(sum over ranks r = 0..W-1 of fp32(x_r) + fp32(residual)); -0.0 becomes +0.0
+    out[rows, H] = round16(sum over r = 0..W-1 of fp32(x_r) + fp32(residual)); -0.0 becomes +0.0
 
 All ranks hold the same bits: the same order, one rounding. The message protocol (data is its own
 flag) is in `sync.py`, the slot rule in `slots.py`.
@@ -81,8 +81,8 @@ class AllReduceConfig:
             raise EngineError(f"all-reduce algorithm {self.algorithm!r}: choose from {ALGORITHMS}")
         if self.block % (32 * self.num_warps) or self.block & (self.block - 1):
             raise EngineError(
-                f"all-reduce block {self.block} must be a power of two and a multiple of 32 x num_warps "
-                f"= {32 * self.num_warps}"
+                f"all-reduce block {self.block} must be a power of two and a multiple of 32 x "
+                f"num_warps = {32 * self.num_warps}"
             )
 
     def grid(self, chunks: int) -> tuple[int]:
@@ -186,12 +186,13 @@ def message_chunks(tensor: torch.Tensor, world: int) -> int:
     nbytes = tensor.numel() * tensor.element_size()
     if tensor.element_size() != 2 or not tensor.is_contiguous():
         raise EngineError(
-            f"all-reduce needs contiguous 16-bit values, not {tensor.dtype} with strides {tensor.stride()}"
+            f"all-reduce needs contiguous 16-bit values, not {tensor.dtype} with "
+            f"strides {tensor.stride()}"
         )
     if nbytes % 16 or tensor.data_ptr() % 16 or not nbytes:
         raise EngineError(
-            f"all-reduce message of {nbytes} bytes at {tensor.data_ptr():#x}: size and address must be "
-            "multiples of 16; choose a hidden size that is a multiple of 8"
+            f"all-reduce message of {nbytes} bytes at {tensor.data_ptr():#x}: size and address must "
+            "be multiples of 16; choose a hidden size that is a multiple of 8"
         )
     if not 2 <= world <= 8:
         raise EngineError(f"all-reduce over {world} ranks: from 2 to 8 are supported (--tp)")

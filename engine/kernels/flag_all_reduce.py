@@ -47,7 +47,7 @@ from engine.kernels.sync import (
 
 @dataclass(frozen=True)
 class FlagWorkspace:
-    """One rank's buffer: two data halves of a message, flags [programs, world], epochs [programs]."""
+    """One rank's buffer: two halves of a message, flags [programs, world], epochs [programs]."""
 
     world: int
     rows: int
@@ -71,7 +71,7 @@ class FlagWorkspace:
         return -(-(self.epochs_offset + 4 * self.programs) // 16) * 16
 
     def allocate(self, device: torch.device | str, epoch: int = 0) -> torch.Tensor:
-        """uint8 [nbytes]. All ranks' buffers must exist, with one epoch, before any rank publishes."""
+        """uint8 [nbytes]. All ranks' buffers must exist, with one epoch, before any publishes."""
         buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self.reset(buffer, epoch)
         return buffer
@@ -175,8 +175,8 @@ def flag_all_reduce(
     chunks = message_chunks(x, world)
     if chunks * 16 != workspace.message_bytes or world != workspace.world:
         raise EngineError(
-            f"flag all-reduce of {chunks * 16} bytes over {world} ranks: its workspace was made for "
-            f"{workspace.message_bytes} bytes over {workspace.world}"
+            f"flag all-reduce of {chunks * 16} bytes over {world} ranks: its workspace was "
+            f"made for {workspace.message_bytes} bytes over {workspace.world}"
         )
     if phase not in ("both", "publish", "reduce"):
         raise EngineError(f"flag all-reduce phase {phase!r}: choose both, publish or reduce")

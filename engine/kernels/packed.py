@@ -1,4 +1,4 @@
-"""Two 16-bit floats in one int32 word: unpack to fp32, round and pack. Element 0 is the low half."""
+"""Two 16-bit floats in one int32 word: unpack to fp32, round, pack. Element 0 is the low half."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def lamport_slots(calls_per_replay: int) -> int:
         if calls_per_replay % slots == 0:
             return slots
     raise EngineError(
-        f"{calls_per_replay} all-reduce per replay: the slot rotation needs at least 2 (capture two calls)"
+        f"{calls_per_replay} all-reduce per replay: the slot rotation needs at least 2 "
+        "(capture two calls)"
     )
 
 
@@ -83,8 +84,8 @@ class LamportWorkspace:
         alignment = 16 if self.value_bytes == 2 else 8
         if self.message_bytes % alignment:
             raise EngineError(
-                f"message of {self.rows} x {self.hidden} values: {self.message_bytes} bytes is not a multiple "
-                f"of {alignment}; choose a hidden size that is a multiple of 8"
+                f"message of {self.rows} x {self.hidden} values: {self.message_bytes} bytes is not a "
+                f"multiple of {alignment}; choose a hidden size that is a multiple of 8"
             )
         if self.nbytes > 2**31 - 1:
             raise EngineError(

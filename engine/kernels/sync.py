@@ -264,7 +264,8 @@ def release_flag(address, value, mask):
     Put `tl.debug_barrier()` before it: then it releases the whole program's stores.
     """
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
+        "{ .reg .pred p; setp.ne.u32 p, $3, 0;"
+        " @p st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r,r",
         [address, value, mask.to(tl.int32)],
         dtype=tl.int32,

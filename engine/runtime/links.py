@@ -30,7 +30,7 @@ PROBE_WORDS = 16384  # 64 KB a pattern
 
 @dataclass(frozen=True)
 class Link:
-    """One ordered pair: `source` reads and writes `target`'s memory. None = could not be found out."""
+    """One ordered pair: `source` reads and writes `target`'s memory. None = not found out."""
 
     source: int
     target: int
@@ -245,9 +245,10 @@ def choose_transport(
     bad = matrix.unusable(devices)
     if force == "nccl" or (bad and force is None):
         if virtual:
+            cause = "; " + _complaint(bad[0], len(bad)) if bad else ""
             raise EngineError(
-                f"{len(rank_devices)} ranks on {len(devices)} GPUs need the custom collectives: NCCL "
-                f"takes one rank a GPU{': ' + _complaint(bad[0], len(bad)) if bad else ''}; lower --tp"
+                f"{len(rank_devices)} ranks on {len(devices)} GPUs need the custom collectives "
+                f"(NCCL takes one rank a GPU{cause}); lower --tp"
             )
         reason = "forced" if force else _complaint(bad[0], len(bad))
         if not force:

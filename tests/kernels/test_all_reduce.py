@@ -89,7 +89,7 @@ def test_push_and_poll(world, dtype, device):
 @pytest.mark.parametrize("algorithm", ["flag", "two_shot"])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_phases(algorithm, world, device):
-    """The split forms, as virtual ranks launch them: every phase for all ranks before the next one."""
+    """The split forms, as virtual ranks launch them: each phase for all ranks before the next."""
     dtype = DTYPES[world == 4]
     shape = (1, 72) if world == 8 else (3, 264)  # 9 chunks on 8 ranks: some own nothing
     slots = 2 if world == 4 else 3  # two slots: the own-slot rule

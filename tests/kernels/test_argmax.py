@@ -61,7 +61,7 @@ def test_noise_is_gumbel_and_independent():
 
 
 def test_samples_follow_the_softmax():
-    """Chi-square over 6 ids, 20000 positions: mean 5, deviation sqrt 10; 30 is 8 deviations away."""
+    """Chi-square over 6 ids, 20000 positions: mean 5, deviation sqrt 10; 30 is 8 of them away."""
     logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5, float("-inf")]])
     for temperature in (0.7, 1.5):
         count = 20_000

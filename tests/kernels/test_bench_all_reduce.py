@@ -1,4 +1,4 @@
-"""The all-reduce bench's checks, in lockstep in the interpreter: they pass for ours and can fail."""
+"""The all-reduce bench's checks, in lockstep in the interpreter: they pass and can fail."""
 
 from __future__ import annotations
 

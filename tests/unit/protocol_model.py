@@ -175,7 +175,7 @@ class Machine:
 
 
 def exhaustive(machine: Machine, limit: int = 400_000) -> str | None:
-    """Visit every reachable state; the first violation, or None. RuntimeError past `limit` states."""
+    """Visit every reachable state; the first violation, or None. RuntimeError past `limit`."""
     first = machine.start()
     seen, stack = {first}, [first]
     while stack:

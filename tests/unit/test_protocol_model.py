@@ -56,7 +56,7 @@ def test_every_allowed_distance():
 
 
 def test_consumer_that_polls_in_its_prologue():
-    """Every program reads the whole message and clears a part: still right, by the delayed clear."""
+    """Every program reads the whole message and clears a part: right, by the delayed clear."""
     assert exhaustive(Machine(split_form(engine_rotation(3, 2), 2, 2, read_all=True))) is None
 
 
@@ -149,7 +149,7 @@ def caught(kernels, *, runs: int = 300, **options) -> str:
 
 
 def test_two_slots_cleared_by_the_next_poll():
-    """Poll i re-arms the slot of call i + 1, while a fast peer already pushes call i + 1 into it."""
+    """Poll i re-arms the slot of call i + 1, while a fast peer pushes call i + 1 into it."""
     exchanges = rotation(4, 2, 3, ahead=1)
     assert exhaustive(Machine(split_form(exchanges, 2))) is not None
     caught(split_form(exchanges, 3))
