@@ -1,9 +1,12 @@
-"""RoPE on adjacent pairs of q and k, and the KV append, for a prefill chunk.
+"""RoPE on adjacent pairs of q and k, and the KV append: for a prefill chunk, and for decode where q and k are
+normalised first (QK-norm; without it the GEMV's epilogue does this in decode).
 
     (x[2i], x[2i+1]) -> (x[2i] cos - x[2i+1] sin, x[2i+1] cos + x[2i] sin), angle = position * theta^(-2i/D)
 
 (RoFormer, arXiv:2104.09864, eq. 34; the compiler has permuted the q and k weight rows so that pairs are
-adjacent.) q goes to q_out, k and v into the slot's cache at positions start .. start + length - 1.
+adjacent.) q goes to q_out, k and v into the slot's cache at positions start .. start + length - 1, or row r of a
+decode step at positions[row_slots[r]]. QK-norm (Qwen3): x = x * rsqrt(mean(x^2) + eps) * weight over each head of q
+and k, whose row of D elements is in one program anyway.
 
 Bytes: qkv read and written once, 4 T (NQ + 2 NKV) D, and 4 T D of the table; at T = 2048, D = 128 and the
 measured copy bandwidth of 4.29 TB/s:
@@ -25,9 +28,10 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.norm import rmsnorm_ref
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
-BLOCK_T = 16  # tokens a program: 4 KB of one head, 32 bytes a thread
+BLOCK_T = 16  # tokens a prefill program: 4 KB of one head, 32 bytes a thread; decode: 1
 
 
 @triton.jit
@@ -37,7 +41,11 @@ def rope_append_kernel(
     k_cache_ptr,
     v_cache_ptr,
     cos_sin_ptr,
-    request_ptr,
+    where_ptr,
+    positions_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
     tokens,
     max_len,
     NUM_HEADS: tl.constexpr,
@@ -45,18 +53,33 @@ def rope_append_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DECODE: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    slot = tl.load(request_ptr)
-    start = tl.load(request_ptr + 1)
-    length = tl.load(request_ptr + 2)
     head = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     dim = tl.arange(0, BLOCK_D)
     in_dim = (dim < HEAD_DIM)[None, :]
+    if NORM:
+        gain_ptr = q_norm_ptr
+        if head >= NUM_HEADS:
+            gain_ptr = k_norm_ptr
+        gain = tl.load(gain_ptr + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    if DECODE:  # one row a program; slot -1 is padding
+        row = tl.program_id(0)
+        slot = tl.load(where_ptr + row)
+        length = tl.where(slot >= 0, row + 1, 0)
+        slot = tl.maximum(slot, 0)
+        start = tl.load(positions_ptr + slot) - row
+    else:
+        slot = tl.load(where_ptr)
+        start = tl.load(where_ptr + 1)
+        length = tl.load(where_ptr + 2)
     valid = (token < length)[:, None] & in_dim
     qkv_row: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     x = tl.load(
@@ -70,7 +93,11 @@ def rope_append_kernel(
         table_at = cos_sin_ptr + position[:, None] * HEAD_DIM + dim[None, :]
         table = tl.load(table_at, mask=valid, other=0.0)
         cos, sin = tl.split(tl.reshape(table, [BLOCK_T, BLOCK_D // 2, 2]))
-        even, odd = tl.split(tl.reshape(x.to(tl.float32), [BLOCK_T, BLOCK_D // 2, 2]))
+        wide = x.to(tl.float32)
+        if NORM:
+            mean_square = tl.sum(wide * wide, axis=1) / HEAD_DIM
+            wide = wide * tl.rsqrt(mean_square + eps)[:, None] * gain[None, :]
+        even, odd = tl.split(tl.reshape(wide, [BLOCK_T, BLOCK_D // 2, 2]))
         pairs = tl.join(even * cos - odd * sin, odd * cos + even * sin)
         rotated = tl.reshape(pairs, [BLOCK_T, BLOCK_D]).to(q_out_ptr.dtype.element_ty)
         if head < NUM_HEADS:
@@ -90,38 +117,58 @@ def rope_append(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     cos_sin: torch.Tensor,
-    request: torch.Tensor,
+    request: torch.Tensor | None = None,
     *,
+    positions: torch.Tensor | None = None,
+    row_slots: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     pdl: bool = False,
 ) -> None:
-    """Rotate q and k, append k and v to the slot's cache.
+    """Normalise (if asked) and rotate q and k, append k and v to the slots' caches.
 
     qkv [T, (NQ + 2 NKV) * D] and q_out [T, NQ * D] 16-bit; k_cache, v_cache [S, NKV, L, D] 16-bit; cos_sin
-    [L, D] fp32, cos_i at 2i and sin_i at 2i+1; request int32 [3] = (slot, start, length) on the device.
-    Row i < length sits at position start + i; rows >= length write zeros to q_out and nothing else.
+    [L, D] fp32, cos_i at 2i and sin_i at 2i+1; q_norm and k_norm [D] 16-bit, in the rows' (permuted) order.
+    Prefill: request int32 [3] = (slot, start, length) on the device; row i < length sits at position start + i,
+    rows >= length write zeros to q_out and nothing else. Decode: row_slots int32 [T] and positions int32 [S]
+    instead; row r sits at positions[row_slots[r]], a row of slot -1 writes zeros to q_out and nothing else.
     """
     tokens = qkv.shape[0]
-    rope_append_kernel[(triton.cdiv(tokens, BLOCK_T), num_heads + 2 * num_kv_heads)](
+    decode = row_slots is not None
+    block_t, block_d = 1 if decode else BLOCK_T, triton.next_power_of_2(head_dim)
+    rope_append_kernel[(triton.cdiv(tokens, block_t), num_heads + 2 * num_kv_heads)](
         qkv,
         q_out,
         k_cache,
         v_cache,
         cos_sin,
-        request,
+        row_slots if decode else request,
+        positions,
+        q_norm,
+        k_norm,
+        eps,
         tokens,
         k_cache.shape[2],
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_T=BLOCK_T,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+        DECODE=decode,
+        NORM=q_norm is not None,
         PDL=pdl,
-        num_warps=4,
+        num_warps=rope_warps(block_t, block_d),
         launch_pdl=pdl,
     )
+
+
+def rope_warps(block_t: int, block_d: int) -> int:
+    """Warps of a program: 4 for a tile of 2048 elements, 1 for a single head."""
+    return max(1, min(4, block_t * block_d // 256))
 
 
 def rotate_pairs(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
@@ -141,26 +188,41 @@ def rope_append_ref(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     cos_sin: torch.Tensor,
-    slot: int,
-    start: int,
-    length: int,
+    slot: int = 0,
+    start: int = 0,
+    length: int = 0,
     *,
+    positions: torch.Tensor | None = None,
+    row_slots: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
 ) -> torch.Tensor:
     """Reference of `rope_append`: returns q_out [T, num_heads * head_dim], fills the caches in place.
 
-    Rows >= length come back as zeros and touch neither cache.
+    Prefill rows >= length and decode rows of slot -1 come back as zeros and touch neither cache.
     """
-    slot, start, length = int(slot), int(start), int(length)
-    heads = qkv[:length].unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
-    q_and_k, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-    stop = start + length
-    rotated = rotate_pairs(q_and_k, cos_sin[start:stop])
-    # The caches are [slots, KV heads, positions, D]: heads come before positions.
-    k_cache[slot, :, start:stop] = rotated[:, num_heads:].transpose(0, 1).to(k_cache.dtype)
-    v_cache[slot, :, start:stop] = v.transpose(0, 1).to(v_cache.dtype)
+    if row_slots is None:
+        rows = torch.arange(int(length), device=qkv.device)
+        slots, where = torch.full_like(rows, int(slot)), rows + int(start)
+    else:
+        assert positions is not None
+        rows = (row_slots >= 0).nonzero()[:, 0]
+        slots = row_slots[rows].long()
+        where = positions[slots].long()
+    heads = qkv[rows].unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        compute = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+        q = rmsnorm_ref(q.to(compute), q_norm, eps)
+        k = rmsnorm_ref(k.to(compute), k_norm, eps)
+    rotated = rotate_pairs(torch.cat((q, k), dim=1), cos_sin[where])
+    # The caches are [slots, KV heads, positions, D]: heads come between slots and positions.
+    k_cache[slots, :, where] = rotated[:, num_heads:].to(k_cache.dtype)
+    v_cache[slots, :, where] = v.to(v_cache.dtype)
     q_out = qkv.new_zeros(qkv.shape[0], num_heads * head_dim)
-    q_out[:length] = rotated[:, :num_heads].flatten(1).to(qkv.dtype)
+    q_out[rows] = rotated[:, :num_heads].flatten(1).to(qkv.dtype)
     return q_out

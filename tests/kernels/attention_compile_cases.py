@@ -80,15 +80,21 @@ def compile_prefill(
     )
 
 
-def compile_rope(heads: Heads) -> Report:
-    """Compile as `rope_append` launches it with PDL."""
+def compile_rope(heads: Heads, *, norm: bool = False, decode: bool = False) -> Report:
+    """Compile as `rope_append` launches it with PDL; tokens and max_len multiples of 16 in prefill."""
     signature = {
         **_pointers("bf16", "qkv q_out k_cache v_cache"),
         **_pointers("fp32", "cos_sin"),
-        **_pointers("int32", "request"),
+        **_pointers("int32", "where positions" if decode else "where"),
+        **(_pointers("bf16", "q_norm k_norm") if norm else {}),
+        "eps": "fp32",
         "tokens": "i32",
         "max_len": "i32",
     }
+    block_t, block_d = 1 if decode else rope.BLOCK_T, heads.head_dim
+    absent = {} if norm else {"q_norm_ptr": None, "k_norm_ptr": None}
+    if not decode:
+        absent["positions_ptr"] = None
     return compile_sm90(
         rope.rope_append_kernel,
         signature,
@@ -96,11 +102,16 @@ def compile_rope(heads: Heads) -> Report:
             NUM_HEADS=heads.num_heads,
             NUM_KV_HEADS=heads.num_kv_heads,
             HEAD_DIM=heads.head_dim,
-            BLOCK_T=rope.BLOCK_T,
-            BLOCK_D=heads.head_dim,
+            BLOCK_T=block_t,
+            BLOCK_D=block_d,
+            DECODE=decode,
+            NORM=norm,
             PDL=True,
+            **absent,
         ),
-        aligned=[n for n in signature if n.endswith("_ptr")] + ["tokens", "max_len"],
+        aligned=[n for n in signature if n.endswith("_ptr")]
+        + (["max_len"] if decode else ["tokens", "max_len"]),
+        num_warps=rope.rope_warps(block_t, block_d),
         launch_pdl=True,
     )
 
@@ -121,6 +132,9 @@ def main() -> None:
             reports[key] = compile_prefill(heads, tiles)
     for name in ("7b_tp1", "smollm2"):
         reports[f"rope {name}"] = compile_rope(SHAPES[name])
+    for in_decode in (False, True):  # Qwen3-8B, TP 1
+        key = f"norm rope decode={in_decode}"
+        reports[key] = compile_rope(Heads(32, 8, 128), norm=True, decode=in_decode)
     reports["decode fp16"] = compile_decode(
         QWEN_72B_TP8,
         decode.heuristic(1, 131072, 1, SM_COUNT, torch.float16),

@@ -80,3 +80,13 @@ def test_rope_moves_16_bytes_and_needs_no_exchange(reports: dict) -> None:
         assert r["shared_bytes"] == 0, name
         assert set(r["global_loads"]) == {"128", "32"} and r["global_loads"]["32"] == 3, name
         assert set(r["global_stores"]) == {"128"}, name
+
+
+def test_rope_with_norms_sums_a_head_within_a_warp(reports: dict) -> None:
+    """The sum of squares goes by shuffles; in prefill only the 128 gains change layout, through 256 bytes of
+    shared memory. A decode row of 128 elements is 8 bytes a lane."""
+    for name, r in _of(reports, "norm rope").items():
+        decode = "decode=True" in name
+        assert r["shared_bytes"] == (0 if decode else 256), name
+        assert set(r["global_stores"]) == {"64" if decode else "128"}, name
+        assert r["global_loads"]["64" if decode else "128"] >= 2, name

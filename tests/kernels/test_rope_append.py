@@ -88,3 +88,106 @@ def test_reference_keeps_fp64(device: str) -> None:
     q, k, _ = _expected(qkv, table, 9, 5, heads)
     torch.testing.assert_close(got, q.flatten(1), rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(caches[0, 1, :, 9:14], k.transpose(0, 1), rtol=1e-13, atol=1e-13)
+
+
+# QK-norm, and rows of a decode step
+
+
+def _normed(qkv, gains, heads: Heads, eps: float = 1e-6):
+    """qkv [T, ...] fp64 with each q and k head divided by its RMS and multiplied by its gain."""
+    nq, nkv, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    x = qkv.double().view(len(qkv), -1, d).clone()
+    for first, last, gain in ((0, nq, gains[0]), (nq, nq + nkv, gains[1])):
+        part = x[:, first:last]
+        x[:, first:last] = part / (part.pow(2).mean(-1, keepdim=True) + eps).sqrt() * gain.double()
+    return x.flatten(1)
+
+
+def _close_normed(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """As `_close`; the norm adds a fp32 sum of D <= 256 squares, rsqrt and two products: 2^-20 of |x| <= 24
+    (a normalised element is at most sqrt(D) = 16, times a gain under 1.5) and of what it is rotated with."""
+    assert not got.isnan().any()
+    error = (got.double() - want).abs()
+    assert (error <= UNIT[dtype] * want.abs() + 2 * 24 * 2.0**-20).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("use_kernel", [True, False], ids=["kernel", "ref"])
+@pytest.mark.parametrize(
+    "heads", [Heads(4, 1, 128), Heads(9, 3, 64), Heads(4, 2, 16), Heads(2, 1, 80)]
+)
+@pytest.mark.parametrize("row_slots", [[1], [2, -1, 0], [-1], [0, 1, 2, -1, -1]], ids=str)
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
+def test_decode_rows(device, dtype, use_kernel, heads: Heads, row_slots, norm) -> None:
+    from engine.kernels.rope_append import rope_append, rope_append_ref
+
+    nq, nkv, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    rows = len(row_slots)
+    qkv = (torch.randn(rows, (nq + 2 * nkv) * d) * 3).to(dtype).to(device)
+    gains = (1 + 0.15 * torch.randn(2, d).clamp(-3, 3)).to(dtype).to(device)
+    qkv[[i for i, slot in enumerate(row_slots) if slot < 0]] = float(
+        "nan"
+    )  # padding must not matter
+    positions = torch.tensor([95, 0, 41], dtype=torch.int32, device=device)
+    slots = torch.tensor(row_slots, dtype=torch.int32, device=device)
+    table = _table(d)
+    caches = torch.full((2, SLOTS, nkv, MAX_LEN, d), float("nan"), dtype=dtype, device=device)
+    extra = dict(positions=positions, row_slots=slots)
+    if norm:
+        extra |= dict(q_norm=gains[0], k_norm=gains[1], eps=1e-6)
+    if use_kernel:
+        q_out = torch.full((rows, nq * d), float("nan"), dtype=dtype, device=device)
+        rope_append(qkv, q_out, caches[0], caches[1], table.to(device), **extra, **heads.kwargs)
+    else:
+        q_out = rope_append_ref(
+            qkv, caches[0], caches[1], table.to(device), **extra, **heads.kwargs
+        )
+    whole = _normed(qkv.cpu(), gains.cpu(), heads) if norm else qkv.cpu().double()
+    for row, slot in enumerate(row_slots):
+        if slot < 0:
+            assert not q_out[row].any() and not q_out[row].isnan().any()
+            continue
+        at = int(positions[slot])
+        q, k, v = _expected(whole[row : row + 1], table[at : at + 1], 0, 1, heads)
+        _close_normed(q_out[row].cpu().view(1, nq, d), q, dtype)
+        _close_normed(caches[0, slot, :, at].cpu()[None], k, dtype)
+        assert torch.equal(caches[1, slot, :, at].cpu().double()[None], v)
+        caches[:, slot, :, at] = float("nan")
+    assert caches.isnan().all()  # nothing else was written
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("use_kernel", [True, False], ids=["kernel", "ref"])
+@pytest.mark.parametrize(
+    "heads", [Heads(4, 1, 128), Heads(9, 3, 64), Heads(1, 1, 256), Heads(2, 1, 80)]
+)
+def test_prefill_with_norms(device, dtype, use_kernel, heads: Heads) -> None:
+    from engine.kernels.rope_append import rope_append, rope_append_ref
+
+    nq, nkv, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    tokens, slot, start, length = 20, 2, 37, 17
+    qkv = (torch.randn(tokens, (nq + 2 * nkv) * d) * 3).to(dtype).to(device)
+    qkv[length:] = float("nan")
+    gains = (1 + 0.15 * torch.randn(2, d).clamp(-3, 3)).to(dtype).to(device)
+    table = _table(d)
+    caches = torch.full((2, SLOTS, nkv, MAX_LEN, d), float("nan"), dtype=dtype, device=device)
+    where, extra = (slot, start, length), dict(q_norm=gains[0], k_norm=gains[1], eps=1e-6)
+    if use_kernel:
+        q_out = torch.full((tokens, nq * d), float("nan"), dtype=dtype, device=device)
+        request = torch.tensor(where, dtype=torch.int32, device=device)
+        rope_append(
+            qkv, q_out, caches[0], caches[1], table.to(device), request, **extra, **heads.kwargs
+        )
+    else:
+        q_out = rope_append_ref(
+            qkv, caches[0], caches[1], table.to(device), *where, **extra, **heads.kwargs
+        )
+    whole = _normed(qkv[:length].cpu(), gains.cpu(), heads)
+    q, k, v = _expected(whole, table, start, length, heads)
+    _close_normed(q_out[:length].cpu().view(length, nq, d), q, dtype)
+    assert not q_out[length:].any() and not q_out[length:].isnan().any()
+    stop = start + length
+    _close_normed(caches[0, slot, :, start:stop].transpose(0, 1).cpu(), k, dtype)
+    assert torch.equal(caches[1, slot, :, start:stop].transpose(0, 1).cpu().double(), v)
+    caches[:, slot, :, start:stop] = float("nan")
+    assert caches.isnan().all()

@@ -32,7 +32,9 @@ def merge_qkv(graph: Graph) -> Graph:
             ops.append(op)
         elif op is group["append"]:
             ops += _merged(group, weights)
-        elif op.kind in {"rope", "head_norm"} or (op.kind == "linear" and op.attrs["role"] in {"q", "k", "v"}):
+        elif op.kind in {"rope", "head_norm"} or (
+            op.kind == "linear" and op.attrs["role"] in {"q", "k", "v"}
+        ):
             continue  # part of the merged pair
         else:
             ops.append(op)
