@@ -226,6 +226,7 @@ class LLM:
             tokenizer=self.tokenizer,
             prompt=text,
             seed=seed,
+            vocab_size=self.model_config.vocab_size,
             arrival=arrival,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from engine.errors import RequestError
 from engine.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
-from engine.sampling import SamplingParams
+from engine.sampling import MAX_TOP_K, SamplingParams
 from engine.text.detokenize import Detokenizer
 from engine.text.stops import StopStrings
 
@@ -58,6 +58,7 @@ class Request:
         tokenizer=None,
         prompt: str | None = None,
         seed: int = 0,
+        vocab_size: int = MAX_TOP_K,
         arrival: float | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -70,6 +71,7 @@ class Request:
             raise RequestError(
                 "stop needs a tokenizer, and this model has none; use stop_token_ids"
             )
+        self.controls = params.controls(self.prompt_token_ids, vocab_size)
         self.seed = seed
         self.slot: int | None = None
         self.queued = 0

@@ -4,12 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from engine.errors import RequestError
 
 MAX_LOGPROBS = 1000  # entries a token; bounds what one request can make the host keep
+MAX_TOP_K = 2**24  # held exactly as fp32 on the device
 MAX_SEED = 2**31 - 1  # seeds live in an int32 device buffer
+
+
+_RANGES = (
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+)
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What of a request's sampling goes beyond temperature and seed; kernels/sample_ref.py defines it."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    prompt_token_ids: Sequence[int] = ()  # the whole prompt, for the repetition penalty
+
+    @property
+    def counted(self) -> bool:
+        """Whether the occurrences of tokens matter."""
+        return (
+            self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+        )
 
 
 def _option(default, help: str, *, flags: tuple[str, ...] = (), neutral: tuple = (), **extra):
@@ -27,6 +59,8 @@ class SamplingParams:
     max_tokens None generates up to the context limit. logprobs k returns, for each generated token,
     its own log-probability and the k most likely ones (natural log of the softmax of the raw
     logits, before temperature); prompt_logprobs the same for each prompt token but the first.
+    top_k, top_p, min_p act in this order, after penalties and logit_bias (kernels/sample_ref.py); the
+    repetition penalty counts prompt and answer, the other two the answer only.
     Parameters that are not implemented are accepted at their neutral value and refused otherwise.
     """
 
@@ -46,15 +80,18 @@ class SamplingParams:
     logprobs: int | None = _option(None, "log-probabilities of this many tokens at each step")
     prompt_logprobs: int | None = _option(None, "the same for each prompt token")
     n: int = _option(1, "answers per prompt", neutral=(1,))
-    top_p: float = _option(1.0, "nucleus sampling", neutral=(1,))
-    top_k: int = _option(0, "sample from the k most likely", neutral=(0, -1))
-    min_p: float = _option(0.0, "least probability relative to the best", neutral=(0,))
-    presence_penalty: float = _option(0.0, "presence penalty", neutral=(0,))
-    frequency_penalty: float = _option(0.0, "frequency penalty", neutral=(0,))
-    repetition_penalty: float = _option(
-        1.0, "repetition penalty", flags=("--repeat-penalty",), neutral=(1,)
+    top_p: float = _option(
+        1.0, "sample from the most likely tokens that together have this probability"
     )
-    logit_bias: Mapping[int, float] | None = _option(None, "bias by token id", neutral=(None,))
+    top_k: int = _option(0, "sample from the k most likely tokens; 0 or -1: all")
+    min_p: float = _option(0.0, "drop tokens less likely than this share of the most likely one")
+    presence_penalty: float = _option(0.0, "lowers the logits of tokens in the answer, -2 to 2")
+    frequency_penalty: float = _option(0.0, "the same for each of their occurrences, -2 to 2")
+    repetition_penalty: float = _option(
+        1.0, "divides (negative: multiplies) the logits of tokens in prompt and answer",
+        flags=("--repeat-penalty",),
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] | None = _option(None, "added to the logits, by token id")
     bad_words: tuple[str, ...] | None = _option(None, "texts never generated", neutral=(None,))
 
     def __post_init__(self) -> None:
@@ -78,6 +115,16 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
             )
+        self._int("top_k", -1, MAX_TOP_K)
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not _is_number(value) or not low <= value <= high:
+                raise RequestError(f"{name}={value!r} is not a number from {low} to {high}")
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < math.inf:
+            raise RequestError(
+                f"repetition_penalty={self.repetition_penalty!r} is not a finite number > 0"
+            )
+        object.__setattr__(self, "logit_bias", self._bias())
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos={self.ignore_eos!r} is not True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else self._tuple("stop", str)
@@ -104,6 +151,42 @@ class SamplingParams:
         if not ok or any(not isinstance(v, kind) or isinstance(v, bool) for v in items):
             raise RequestError(f"{name}={value!r} is not a list of {kind.__name__}")
         return items
+
+    def _bias(self) -> dict[int, float] | None:
+        """logit_bias with whole-number keys (JSON has them as text) and finite values."""
+        if self.logit_bias is None:
+            return None
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias={self.logit_bias!r} does not map token ids to numbers")
+        found: dict[int, float] = {}
+        for key, value in self.logit_bias.items():
+            token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+            whole = isinstance(token, int) and not isinstance(token, bool) and token >= 0
+            if not whole or not _is_number(value) or not math.isfinite(value):
+                raise RequestError(f"logit_bias[{key!r}]={value!r}: a token id and a finite number")
+            found[token] = float(value)
+        return found or None
+
+    def controls(self, prompt_token_ids: Sequence[int], vocab_size: int) -> Controls | None:
+        """What goes beyond temperature and seed; None if nothing does. RequestError for a bias outside
+        the vocabulary."""
+        bias = self.logit_bias or {}
+        worst = max(bias, default=0)
+        if worst >= vocab_size:
+            raise RequestError(f"logit_bias[{worst}] is outside the vocabulary of {vocab_size}")
+        drawn = self.temperature > 0  # filters change nothing of a greedy answer
+        controls = Controls(
+            top_k=max(self.top_k, 0) if drawn else 0,
+            top_p=self.top_p if drawn else 1.0,
+            min_p=self.min_p if drawn else 0.0,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=bias,
+        )
+        if controls == Controls():
+            return None
+        return replace(controls, prompt_token_ids=tuple(prompt_token_ids))
 
     @property
     def needs_logits(self) -> bool:

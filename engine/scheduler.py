@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from engine.errors import DeviceError
 from engine.outputs import Delta, Logprob, top_logprobs
 from engine.request import Request
+from engine.sampling import Controls
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ class Executor(Protocol):
         *,
         temperature: float = 0.0,
         seed: int = 0,
+        controls: Controls | None = None,
     ) -> int: ...
     def decode(self, slots: Sequence[int]) -> int: ...
     def read(self, step: int) -> list[int]: ...
@@ -192,7 +194,7 @@ class Scheduler:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = self._prompt_logprobs(request, slot)
         handle = self._executor.prefill(
-            slot, ids, temperature=params.temperature, seed=request.seed
+            slot, ids, temperature=params.temperature, seed=request.seed, controls=request.controls
         )
         request.queued = 1
         self._steps.append(_Step(handle, (request,)))

@@ -14,8 +14,8 @@ import torch
 
 from engine.graph.lower import Launch
 
-_SENDS = {"push", "argmax_push"}
-_WAITS = {"poll_residual", "argmax_poll"}
+_SENDS = {"push", "argmax_push", "sample_push"}
+_WAITS = {"poll_residual", "argmax_poll", "sample_gather"}
 
 
 def is_send(launch: Launch) -> bool:

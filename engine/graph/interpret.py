@@ -23,6 +23,7 @@ from engine.kernels.gemm import linear_ref
 from engine.kernels.norm import rmsnorm_ref
 from engine.kernels.prefill_attention import prefill_attention_ref
 from engine.kernels.silu import silu_mul_ref
+from engine.runtime.controls import count_tokens, reference_arguments
 from engine.runtime.state import RankState
 
 
@@ -277,8 +278,9 @@ class Interpreter:
             state, rows = self.states[0], shards[0].shape[0]
             slots, positions = self.slots[-rows:], self.row_positions[-rows:]
             self.tokens = sample_ref(
-                shards, state.temperature[slots], state.seeds[slots], positions, self._vocab_size()
-            )
+                shards, state.temperature[slots], state.seeds[slots], positions, self._vocab_size(),
+                **reference_arguments(self.states, slots),
+            )  # fmt: skip
             if bool((self.tokens < 0).any()):
                 raise DeviceError(
                     "the model's logits are NaN: the checkpoint or its scales are damaged"
@@ -287,6 +289,7 @@ class Interpreter:
         state, rows = self.states[rank], self.tokens.shape[0]
         live, slots = self.live[-rows:], self.slots[-rows:]
         state.tokens[slots[live]] = self.tokens[live].to(torch.int32)
+        count_tokens(state, rank, slots[live], self.tokens[live])
         state.positions[slots[live]] = (self.row_positions[-rows:][live] + 1).to(torch.int32)
         return self.tokens
 

@@ -42,6 +42,12 @@ OP_KINDS: dict[str, str] = {
     "argmax_push": "send the rank's (value, id) to every rank",
     "argmax_poll": "pick the winner of all ranks; write token, position and the host ring",
     "argmax_finish": "the same for one rank, with no exchange",
+    "sample_adjust": "scores = logits with penalties and bias (one rank)",
+    "sample_push": "the same, sent to every rank",
+    "sample_gather": "wait for the scores of all ranks",
+    "sample_search": "one hex digit of the rows' top-k or top-p threshold",
+    "sample_pick": "per-program (value, id) maxima of the scores that the thresholds keep",
+    "sample_settle": "pick the winner; write token, counts and the host ring",
 }
 
 

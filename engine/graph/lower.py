@@ -15,7 +15,7 @@ import torch
 from engine.graph.facts import GEMV_MAX_ROWS, choice
 from engine.graph.ir import Graph, Op, Value
 from engine.graph.plan import BufferPlan, has_buffer, value_bytes
-from engine.kernels import all_reduce, argmax
+from engine.kernels import all_reduce, argmax, sample
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.embedding import embedding
 from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
@@ -283,6 +283,53 @@ class _Lowering:
         return self._launch(
             op, argmax.argmax_finish, *self._best(op), *self._outcome(op), request=self._request()
         )
+
+    # Sampling under controls (graph/tail.py)
+
+    def _sample_adjust(self, op: Op) -> Launch:
+        rank, state = self.rank, self.rank.state
+        logits = self._in(op, "logits")
+        return self._launch(
+            op, sample.adjust, logits, state.controls, state.counts, state.bias,
+            rank.row_slots[: logits.shape[0]], rank.sampling, rank.score_table,
+            vocab_size=op.attrs["vocab_size"], rank=rank.index, world=rank.world,
+            request=self._request(),
+        )  # fmt: skip
+
+    _sample_push = _sample_adjust
+
+    def _sample_gather(self, op: Op) -> Launch:
+        rank, (rows, total) = self.rank, op.out.shape
+        return self._launch(
+            op, sample.gather, rank.score_exchange, total // rank.world, rows, rank.sampling,
+            rank.status, rank=rank.index, world=rank.world, call_site=-2,
+        )  # fmt: skip
+
+    def _sample_search(self, op: Op) -> Launch:
+        rank, state = self.rank, self.rank.state
+        rows, total = op.input("scores").shape
+        return self._launch(
+            op, sample.search, op.attrs["number"], rows, total, state.temperature, state.controls,
+            rank.row_slots[:rows], rank.sampling, vocab_size=op.attrs["vocab_size"],
+            request=self._request(),
+        )  # fmt: skip
+
+    def _sample_pick(self, op: Op) -> Launch:
+        rank, state = self.rank, self.rank.state
+        rows, total = op.input("scores").shape
+        return self._launch(
+            op, sample.pick, total, state.temperature, state.seeds, state.positions, state.controls,
+            rank.row_slots[:rows], rank.sampling, *self._best(op),
+            vocab_size=op.attrs["vocab_size"], request=self._request(),
+        )  # fmt: skip
+
+    def _sample_settle(self, op: Op) -> Launch:
+        rank, state = self.rank, self.rank.state
+        tokens, _, row_slots, ring, step = self._outcome(op)
+        return self._launch(
+            op, sample.settle, *self._best(op), tokens, state.controls, state.counts, row_slots, ring,
+            step, rank.sampling, rank=rank.index, request=self._request(),
+        )  # fmt: skip
 
     def _outcome(self, op: Op) -> tuple[torch.Tensor, ...]:
         """Where the chosen tokens go: the slots' state and the host ring."""

@@ -15,6 +15,8 @@ ALIGN = 256  # bytes; keeps every row of every buffer 16-byte aligned for vector
 ITEMSIZE = {"f32": 4, "i32": 4}
 # Outputs that have no arena buffer: they live in exchange slots, argmax workspaces or the state.
 _ELSEWHERE = {"push", "sample", "argmax_partial", "argmax_push", "argmax_poll", "argmax_finish"}
+_ELSEWHERE |= {"sample_adjust", "sample_push", "sample_gather", "sample_search", "sample_pick"}
+_ELSEWHERE |= {"sample_settle"}
 
 
 @dataclass(frozen=True)
@@ -33,26 +35,36 @@ def value_bytes(value: Value, act_bytes: int) -> int:
     return count * ITEMSIZE.get(value.dtype, act_bytes)
 
 
+def _aligned(value: Value, act_bytes: int) -> int:
+    return -(-value_bytes(value, act_bytes) // ALIGN) * ALIGN
+
+
 def has_buffer(op: Op) -> bool:
     """Whether the op's output is a tensor in the arena."""
     return op.kind not in _ELSEWHERE and op.attrs.get("epilogue") != "push"
 
 
 def plan(graph: Graph, act_bytes: int) -> BufferPlan:
-    """First-fit allocation in order of definition. The graph's output is never reused."""
+    """First-fit allocation in order of definition. The graph's output, its logits, has the arena's start to
+    itself: one sampling tail (graph/tail.py) finds the logits of every graph there.
+    """
     last = {value: uses[-1] for value, uses in graph.consumers().items()}
-    if graph.output is not None:
-        last[graph.output] = len(graph.ops)
     live: list[tuple[int, int, int]] = []  # (start, stop, last use)
     offsets: dict[Value, int] = {}
     top = 0
+    if graph.output is not None:
+        offsets[graph.output] = 0
+        top = _aligned(graph.output, act_bytes)
+        live.append((0, top, len(graph.ops)))
     for i, op in enumerate(graph.ops):
         # A buffer read by this op is still live while the op writes its output.
         live = [block for block in live if block[2] >= i]
         if not has_buffer(op):
             continue
         for value in op.outputs:
-            size = -(-value_bytes(value, act_bytes) // ALIGN) * ALIGN
+            if value in offsets:
+                continue
+            size = _aligned(value, act_bytes)
             start = 0
             for block in sorted(live):
                 if block[0] - start >= size:

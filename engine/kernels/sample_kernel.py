@@ -120,7 +120,7 @@ def _share(sums, p):
     return tl.maximum((p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "limit", "total"])
+@triton.jit(do_not_specialize=["rank", "rows", "limit"])
 def adjust_kernel(
     logits,  # fp32 [R, V]
     controls,  # fp32 [S, CONTROLS]
@@ -214,7 +214,7 @@ def gather_kernel(
     tl.atomic_max(peaks + row, tl.max(tl.maximum(_key(first), _key(second)), 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["vocab", "total", "number"])
+@triton.jit(do_not_specialize=["vocab", "number"])
 def search_kernel(
     scores,
     temperature,
@@ -247,7 +247,7 @@ def search_kernel(
         mine = sums + row * _SUMS
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
-        z = tl.load(scores + row.to(tl.int64) * total + column, mask=inside, other=0.0)
+        z = tl.load(scores + row.to(tl.int64) * total + column, mask=column < total, other=0.0)
         high = _high(z)
         if by_weight:
             floor = tl.where(bounded, _found(mine, k, 8), 0)
@@ -265,7 +265,7 @@ def search_kernel(
         tl.atomic_add(mine + number * 16 + i, tl.sum(above, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["vocab", "total"])
+@triton.jit(do_not_specialize=["vocab"])
 def pick_kernel(
     scores,
     temperature,
@@ -310,7 +310,7 @@ def pick_kernel(
     for start in range(part * BLOCK, vocab, parts * BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocab
-        z = tl.load(scores + row.to(tl.int64) * total + column, mask=inside, other=0.0)
+        z = tl.load(scores + row.to(tl.int64) * total + column, mask=column < total, other=0.0)
         keep = inside & (_high(z) >= floor)
         if scale > 0:
             if least > 0:

@@ -12,7 +12,7 @@ from engine.config import ModelConfig
 from engine.graph.facts import choices
 from engine.graph.ir import Graph
 from engine.graph.lower import EXCHANGE_SLOTS
-from engine.kernels import argmax, gemm
+from engine.kernels import argmax, gemm, sample
 from engine.kernels.decode_attention import MAX_SPLITS
 from engine.kernels.decode_attention import workspace as attention_workspace
 from engine.kernels.epilogue import SiluMul, Store
@@ -90,6 +90,7 @@ def allocate_ranks(
     shard = config.shard(degree)
     message = max(sizes.tokens, sizes.rows) * config.hidden_size * dtype.itemsize
     slot_bytes = world * -(-message // 256) * 256
+    scores = sample.sample_workspace(world, sizes.rows, shard.vocab_size)
     ranks: list[Rank] = []
     status = _host(
         (STATUS_WORDS,), devices[0]
@@ -119,17 +120,20 @@ def allocate_ranks(
                     sizes.rows, shard.num_heads, shard.num_kv_heads, config.head_dim, MAX_SPLITS, device
                 ),
                 gemm_workspace=gemm.workspace(sizes.gemm, dtype, device),
+                sampling=sample.sample_buffers(sizes.rows, world * shard.vocab_size, device),
                 ring=_host((RING, sizes.rows), device), step=on((1,), torch.int32),
                 status=status,
                 exchange=on((EXCHANGE_SLOTS * slot_bytes,), torch.uint8) if world > 1 else None,
                 exchange_slot_bytes=slot_bytes,
                 token_exchange=on((world * sizes.rows * 8,), torch.uint8) if world > 1 else None,
+                score_exchange=on((scores.nbytes,), torch.uint8) if world > 1 else None,
             )
         )  # fmt: skip
     if world > 1:
         for rank in ranks:
             rank.peer_table = _addresses([r.exchange for r in ranks], rank.device)
             rank.token_table = _addresses([r.token_exchange for r in ranks], rank.device)
+            rank.score_table = _addresses([r.score_exchange for r in ranks], rank.device)
     reset(ranks)
     return ranks
 
@@ -138,9 +142,12 @@ def reset(ranks: Sequence[Rank]) -> None:
     """Protocol and step state as at the start: after warm-up and after an expired spin. Synchronises."""
     _synchronize(ranks)
     for rank in ranks:
-        if rank.exchange is not None and rank.token_exchange is not None:
+        if rank.exchange is not None:
             rank.exchange.view(torch.int32).fill_(SENTINEL)
-            rank.token_exchange.view(torch.int32).fill_(TOKEN_SENTINEL)
+        for words in (rank.token_exchange, rank.score_exchange):
+            if words is not None:
+                words.view(torch.int32).fill_(TOKEN_SENTINEL)
+        rank.sampling.reset()
         rank.attention_workspace.reset()
         rank.gemm_workspace.tickets.zero_()
         rank.step.zero_()

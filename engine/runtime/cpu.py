@@ -15,9 +15,11 @@ from engine.errors import RequestError
 from engine.graph.build import Logits, build
 from engine.graph.interpret import Interpreter, StepInput, StepOutput
 from engine.graph.passes import run_passes
+from engine.runtime.controls import set_controls
 from engine.runtime.executor import check_prompt
 from engine.runtime.phases import Phases
 from engine.runtime.state import new_state, rope_table
+from engine.sampling import Controls
 
 
 class CpuExecutor:
@@ -65,11 +67,13 @@ class CpuExecutor:
         *,
         temperature: float = 0.0,
         seed: int = 0,
+        controls: Controls | None = None,
     ) -> int:
         check_prompt(slot, len(token_ids), start, self.num_slots, self.max_model_len)
         for state in self._states:
             state.temperature[slot] = temperature
             state.seeds[slot] = seed
+        set_controls(self._states, slot, controls)
         return self._push(self._prompt_step(slot, token_ids, start, "last"))
 
     def decode(self, slots: Sequence[int]) -> int:

@@ -173,7 +173,7 @@ def create_gpu_executor(
     only: compile just these graphs (tuning).
     """
     from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
-    from engine.runtime.gpu import GpuExecutor, compile_graphs
+    from engine.runtime.gpu import GpuExecutor, compile_graphs, compile_tails
     from engine.runtime.links import probe_links, require_peer_access
     from engine.tune.choose import set_target
 
@@ -202,6 +202,7 @@ def create_gpu_executor(
             config, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
             prompt_logits_bucket=_prompt_logits_bucket(max_model_len), only=only,
         )  # fmt: skip
+        tails = compile_tails(config, tp, rows=engine.max_num_seqs, shard_of=engine.shard_of)
         specs = model.specs(tp, engine.shard_of)
     with phases.phase("load"):
         weights = _load(model, specs, devices)
@@ -227,7 +228,7 @@ def create_gpu_executor(
         config, ranks, graphs, num_slots=engine.max_num_seqs, max_model_len=max_model_len,
         buckets=buckets, phases=phases, eager=engine.enforce_eager,
         # Ranks that share a device also share its stream; there is nothing to overlap safely.
-        pdl=len(set(devices)) == tp, facts=facts,
+        pdl=len(set(devices)) == tp, facts=facts, tails=tails if only is None else None,
     )  # fmt: skip
     log.info("%s", phases.summary())
     return executor
@@ -277,6 +278,12 @@ def _fit(
         workspace = max(workspace, plan(run_passes(unfused), dtype.itemsize).arena_bytes)
     if tp > 1:  # two exchange slots of one message per rank
         workspace += 2 * tp * buckets[-1] * config.hidden_size * dtype.itemsize
+    # Sampling: counts and bias a slot, scores of R rows and their exchange.
+    vocabulary = config.shard(engine.shard_of or tp).vocab_size
+    workspace += (
+        8 * engine.max_num_seqs * vocabulary
+        + 8 * decode_rows(engine.max_num_seqs) * tp * vocabulary
+    )
     # The table of a deployment measured with --shard-of is that of the degree whose shard it holds.
     degree = engine.shard_of or tp
     return check_fit(

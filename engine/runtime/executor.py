@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.sampling import Controls
+
 
 class Executor(Protocol):
     """Steps are queued without waiting and read in the order in which they were queued."""
@@ -23,9 +25,11 @@ class Executor(Protocol):
         *,
         temperature: float = 0.0,
         seed: int = 0,
+        controls: Controls | None = None,
     ) -> int:
         """Queue a prompt; KV of [0, start) already in the slot is kept. Returns a step handle with one row.
 
+        controls: top-k, penalties and the like; None is neutral. They hold until the slot's next prefill.
         Raises RequestError if start + len(token_ids) exceeds max_model_len or the prompt is empty.
         """
 

@@ -5,30 +5,34 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine.config import ModelConfig
-from engine.errors import DeviceError
+from engine.errors import DeviceError, RequestError
 from engine.graph.build import Logits, build
 from engine.graph.capture import Program, warm
 from engine.graph.ir import Graph, Phase
 from engine.graph.lower import lower
 from engine.graph.passes import run_passes
-from engine.graph.plan import plan
+from engine.graph.plan import BufferPlan, plan
+from engine.graph.tail import sampling_tail
 from engine.runtime.allocate import RING, reset
 from engine.runtime.buckets import chunks, decode_rows
+from engine.runtime.controls import fill
 from engine.runtime.counters import jit_compiles
 from engine.runtime.executor import check_prompt
 from engine.runtime.phases import Phases
 from engine.runtime.rank import Rank
+from engine.sampling import Controls
 
 log = logging.getLogger("engine")
 
 GraphKey = tuple[Phase, int, Logits]  # phase, decode rows or prefill bucket, which logits
+TailKey = tuple[Phase, int]  # the sampling tail of a phase: decode rows, or 1
 
 ROW_NAN, ROW_EMPTY = -2, -1  # ring marks: NaN logits; not written yet
 STALL_S = 10.0  # no token for this long: look whether the device has failed
@@ -52,8 +56,10 @@ class GpuExecutor:
         eager: bool,
         pdl: bool,
         facts: dict[str, Any],
+        tails: Mapping[TailKey, tuple[Graph, BufferPlan]] | None = None,
     ):
-        """graphs: (phase, rows, logits) -> finished graph. facts: what stats() adds (bandwidth, memory)."""
+        """graphs: (phase, rows, logits) -> finished graph. facts: what stats() adds (bandwidth, memory).
+        tails: phase, rows -> sampling tail (graph/tail.py); None where no request has controls."""
         self.config, self.ranks, self.num_slots = config, ranks, num_slots
         self.max_model_len, self.buckets = max_model_len, buckets
         self.graphs, self._pdl, self._phases, self._facts = graphs, pdl, phases, facts
@@ -71,36 +77,48 @@ class GpuExecutor:
         self._stage_rows = self._stage_rows.pin_memory()
         self._stage_temperature = torch.zeros(num_slots, dtype=torch.float32).pin_memory()
         self._stage_seeds = torch.zeros(num_slots, dtype=torch.int32).pin_memory()
+        self._stage_controls = ranks[0].state.controls.cpu().pin_memory()
+        vocabulary = (num_slots, len(ranks) * ranks[0].state.counts.shape[1])
+        self._stage_counts = torch.zeros(vocabulary, dtype=torch.int32).pin_memory()
+        self._stage_bias = torch.zeros(vocabulary, dtype=torch.float32).pin_memory()
+        self._controlled: set[int] = set()  # slots whose controls are not neutral
+        self._replaced: set[int] = set()  # steps whose tokens the next step, a tail, replaces
         self._ring = ranks[0].ring.numpy()
         self._uploads = self._step = self._read_step = 0
         self._rows_of: dict[int, int] = {}
         self._program_of: dict[int, GraphKey] = {}
         self._decoding: tuple[int, ...] = ()
         self._eager = eager
-        self._compile()
+        self._compile(tails)
 
     # Start-up
 
-    def _compile(self) -> None:
+    def _compile(self, tails: Mapping[TailKey, tuple[Graph, BufferPlan]] | None) -> None:
         jit_compiles()  # installs the counter
         with self._phases.phase("lower"):
             self._programs = {key: self.lower(graph) for key, graph in self.graphs.items()}
+            self._tails = (
+                {} if tails is None else {key: self._lower(*tail) for key, tail in tails.items()}
+            )
+            programs = [*self._programs.values(), *self._tails.values()]
         with self._phases.phase("compile"):
-            kernels = warm(self._programs.values(), self.streams)
+            kernels = warm(programs, self.streams)
             reset(self.ranks)
         with self._phases.phase("capture"):
             if not self._eager:
-                for program in self._programs.values():
+                for program in programs:
                     program.capture()
         self.counters["kernels"] = kernels
         self._compiled = jit_compiles()
         self.counters["graph_nodes"] = sum(
-            len(line) for program in self._programs.values() for line in program.launches
+            len(line) for program in programs for line in program.launches
         )
 
     def lower(self, graph: Graph) -> Program:
         """Launches of every rank with the configurations chosen now; neither warmed nor captured."""
-        buffers = plan(graph, self.ranks[0].dtype.itemsize)
+        return self._lower(graph, plan(graph, self.ranks[0].dtype.itemsize))
+
+    def _lower(self, graph: Graph, buffers: BufferPlan) -> Program:
         captured = not self._eager
         launches = [lower(graph, buffers, rank, self._pdl, captured) for rank in self.ranks]
         return Program(launches, self.streams)
@@ -115,6 +133,7 @@ class GpuExecutor:
         *,
         temperature: float = 0.0,
         seed: int = 0,
+        controls: Controls | None = None,
     ) -> int:
         check_prompt(slot, len(token_ids), start, self.num_slots, self.max_model_len)
         length = len(token_ids)
@@ -122,13 +141,14 @@ class GpuExecutor:
             token_ids, dtype=torch.int32
         )
         self._sampling(slot, temperature, seed)
+        self._control(slot, controls)
         pieces = chunks(length, self.buckets)
         for offset, count, bucket in pieces[:-1]:
             self._upload_chunk(slot, start + offset, count)
             self._replay(("prefill", bucket, "none"))
         offset, count, bucket = pieces[-1]
         self._upload_chunk(slot, start + offset, count)
-        return self._queue(("prefill", bucket, "last"), rows=1)
+        return self._queue(("prefill", bucket, "last"), rows=1, slots=(slot,))
 
     def decode(self, slots: Sequence[int]) -> int:
         rows = decode_rows(len(slots))
@@ -138,9 +158,15 @@ class GpuExecutor:
             stage.fill_(-1)
             stage[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
             self._upload(lambda rank: rank.row_slots, stage)
-        return self._queue(("decode", rows, "last"), rows=len(slots))
+        return self._queue(("decode", rows, "last"), rows=len(slots), slots=slots)
 
     def read(self, step: int) -> list[int]:
+        if self._read_step in self._replaced:
+            self._replaced.remove(self._read_step)
+            self._take(self._read_step)
+        return self._take(step)
+
+    def _take(self, step: int) -> list[int]:
         assert step == self._read_step, f"step {step} read out of order; {self._read_step} is next"
         row = self._ring[step % RING, : self._rows_of[step]]
         self._wait(row, step)
@@ -178,6 +204,7 @@ class GpuExecutor:
         for device in devices:
             torch.cuda.synchronize(device)
         self._programs.clear()
+        self._tails.clear()
         self.graphs.clear()
         self.ranks.clear()
         self.streams.clear()
@@ -193,13 +220,24 @@ class GpuExecutor:
 
     # Pieces
 
-    def _queue(self, key: GraphKey, rows: int) -> int:
+    def _queue(self, key: GraphKey, rows: int, slots: Sequence[int]) -> int:
+        step = self._begin(key, rows)
+        self._replay(key)
+        if self._controlled.isdisjoint(slots):
+            return step
+        self._replaced.add(step)
+        step = self._begin(key, rows)
+        self._tails[key[0], key[1] if key[0] == "decode" else 1].replay()
+        self.counters["graph_launches"] += 1
+        return step
+
+    def _begin(self, key: GraphKey, rows: int) -> int:
+        """Number of the next step that writes the ring."""
         step = self._step
         assert step - self._read_step < RING, "more steps in flight than the ring holds"
         self._ring[step % RING] = ROW_EMPTY
         self._rows_of[step] = rows
         self._program_of = {step: key}
-        self._replay(key)
         self._step += 1
         return step
 
@@ -230,6 +268,28 @@ class GpuExecutor:
         where = slice(slot, slot + 1)
         self._upload(lambda rank: rank.state.temperature[where], self._stage_temperature[where])
         self._upload(lambda rank: rank.state.seeds[where], self._stage_seeds[where])
+
+    def _control(self, slot: int, controls: Controls | None) -> None:
+        """Upload the slot's controls, if they differ from the neutral ones that may be there."""
+        if controls is None:
+            if slot not in self._controlled:
+                return
+            self._controlled.remove(slot)
+        else:
+            if not self._tails:
+                raise RequestError("this executor was built without sampling tails")
+            self._controlled.add(slot)
+        counts, bias = self._stage_counts[slot], self._stage_bias[slot]
+        counted, biased = fill(controls, self._stage_controls[slot], counts, bias)
+        width = self.ranks[0].state.counts.shape[1]
+        for index, (rank, stream) in enumerate(zip(self.ranks, self.streams)):
+            shard = slice(index * width, (index + 1) * width)
+            with torch.cuda.stream(stream):
+                rank.state.controls[slot].copy_(self._stage_controls[slot], non_blocking=True)
+                if counted:
+                    rank.state.counts[slot].copy_(counts[shard], non_blocking=True)
+                if biased:
+                    rank.state.bias[slot].copy_(bias[shard], non_blocking=True)
 
     def _wait(self, row: np.ndarray, step: int) -> None:
         """Poll host memory until every token of the step is there."""
@@ -270,6 +330,7 @@ class GpuExecutor:
         self.counters["host_syncs"] += 1
         self._step = self._read_step = 0
         self._rows_of.clear()
+        self._replaced.clear()
         self._decoding = ()
 
     def step_logits(self, graph: Graph) -> torch.Tensor:
@@ -311,3 +372,14 @@ def compile_graphs(
         unfused = build(config, phase=phase, rows=size, tp=tp, logits=logits, shard_of=shard_of)
         graphs[(phase, size, logits)] = run_passes(unfused)
     return graphs
+
+
+def compile_tails(
+    config: ModelConfig, tp: int, *, rows: int, shard_of: int | None
+) -> dict[TailKey, tuple[Graph, BufferPlan]]:
+    """Every sampling tail of a deployment: decode rows 1, 2, 4, 8 up to `rows`, and the prefill's."""
+    wanted: list[TailKey] = [("decode", n) for n in (1, 2, 4, 8) if n <= decode_rows(rows)]
+    return {
+        (phase, n): sampling_tail(config, phase=phase, rows=n, tp=tp, shard_of=shard_of)
+        for phase, n in [*wanted, ("prefill", 1)]
+    }

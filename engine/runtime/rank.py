@@ -5,7 +5,7 @@ between two slots (their number per graph is even, so they also alternate across
 A poll re-arms the words that it has just read, before its kernel ends. Why two slots are enough: a peer
 writes slot s for call i + 2 only after its own poll of call i + 1, which needs this rank's push of
 call i + 1, which this rank launches after its poll of call i has completed, re-arming included.
-The (value, id) exchange of sampling has one slot: between two of its calls lie the all-reduces of a
+The exchanges of sampling, (value, id) and scores, have one slot: between two of its calls lie the all-reduces of a
 step, which order them in the same way.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.load import Loaded
+from engine.kernels.sample import SampleBuffers
 from engine.runtime.state import RankState
 
 
@@ -39,6 +40,7 @@ class Rank:
     best_ids: torch.Tensor  # [R, P] int32
     attention_workspace: Any  # split-KV partials, sized for R rows
     gemm_workspace: Any  # split-K partials and cuBLAS scratch, sized for the graphs' configurations
+    sampling: SampleBuffers  # scratch of sampling under controls, sized for R rows
     ring: torch.Tensor  # [RING, R] int32, pinned host memory: the tokens of the last RING steps
     step: torch.Tensor  # [1] int32: steps sampled so far (this rank's count)
     status: torch.Tensor  # [8] int32, pinned host memory, one for all ranks: kernels/sync.py
@@ -48,3 +50,5 @@ class Rank:
     peer_table: torch.Tensor | None = None  # [world] int64: every rank's exchange address
     token_exchange: torch.Tensor | None = None  # uint8: one slot of world x R x (value, id)
     token_table: torch.Tensor | None = None
+    score_exchange: torch.Tensor | None = None  # uint8: one slot of world x R x V fp32 scores
+    score_table: torch.Tensor | None = None

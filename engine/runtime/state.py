@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import ModelConfig
+from engine.kernels.sample_ref import CONTROLS, NEUTRAL
 from engine.rope import rope_frequencies
 
 
@@ -21,6 +22,10 @@ class RankState:
     positions: torch.Tensor  # [S] int32: its position (= tokens already in the slot's KV)
     temperature: torch.Tensor  # [S] fp32, 0 = greedy
     seeds: torch.Tensor  # [S] int32
+    # Read by slots whose controls are not neutral; V is the rank's vocabulary shard (kernels/sample_ref.py).
+    controls: torch.Tensor  # [S, CONTROLS] fp32
+    counts: torch.Tensor  # [S, V] int32: 2 * occurrences in the answer + 1 if in the prompt
+    bias: torch.Tensor  # [S, V] fp32
 
 
 def rope_table(config: ModelConfig, length: int, device: torch.device | str) -> torch.Tensor:
@@ -46,8 +51,9 @@ def new_state(
     table: torch.Tensor | None = None,
 ) -> RankState:
     """Zeroed state for one rank. KV bytes = 2 * layers * slots * NKV * length * D * itemsize."""
-    kv_heads = config.shard(tp).num_kv_heads
-    shape = (slots, kv_heads, length, config.head_dim)
+    shard = config.shard(tp)
+    shape = (slots, shard.num_kv_heads, length, config.head_dim)
+    vocabulary = (slots, shard.vocab_size)
 
     def caches() -> list[torch.Tensor]:
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
@@ -63,4 +69,9 @@ def new_state(
         positions=per_slot(torch.int32),
         temperature=per_slot(torch.float32),
         seeds=per_slot(torch.int32),
+        controls=torch.tensor([NEUTRAL] * slots, dtype=torch.float32, device=device).view(
+            slots, CONTROLS
+        ),
+        counts=torch.zeros(vocabulary, dtype=torch.int32, device=device),
+        bias=torch.zeros(vocabulary, dtype=torch.float32, device=device),
     )

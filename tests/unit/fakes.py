@@ -91,7 +91,7 @@ class FakeExecutor:
         assert len(self.results) - self.next_read <= self.max_in_flight + 1, "too far ahead"
         return len(self.results) - 1
 
-    def prefill(self, slot, token_ids, start=0, *, temperature=0.0, seed=0):
+    def prefill(self, slot, token_ids, start=0, *, temperature=0.0, seed=0, controls=None):
         assert 0 <= slot < self.num_slots and start == 0 and len(token_ids) > 0
         # The slot's staging memory is in use until its last prefill has run.
         assert self.prefilled_by.get(slot, -1) < self.next_read, "the slot's prefill is unread"

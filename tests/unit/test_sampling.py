@@ -48,14 +48,22 @@ def test_defaults_are_greedy_and_neutral():
         # Not implemented: refused unless neutral, never ignored.
         ("n", 2),
         ("n", True),
-        ("top_p", 0.9),
-        ("top_k", 20),
-        ("min_p", 0.1),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 1.05),
-        ("logit_bias", {1: 2.0}),
         ("bad_words", ["x"]),
+        ("top_p", 1.1),
+        ("top_p", -0.1),
+        ("top_p", math.nan),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_k", 2**24 + 1),
+        ("min_p", 2),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", "much"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {-1: 2.0}),
+        ("logit_bias", {"x": 2.0}),
+        ("logit_bias", [1]),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field, value):
@@ -69,6 +77,18 @@ def test_a_bad_value_is_refused_by_name(field, value):
 )
 def test_neutral_values_are_accepted(field, value):
     assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_controls_are_none_unless_something_needs_them():
+    assert SamplingParams(temperature=1, seed=3).controls([1], 10) is None
+    assert SamplingParams(top_k=5, top_p=0.5, min_p=0.1).controls([1], 10) is None  # greedy
+    assert SamplingParams(temperature=1, top_k=-1, logit_bias={}).controls([1], 10) is None
+    drawn = SamplingParams(temperature=1, top_k=5, logit_bias={"3": 2}).controls([1, 2], 10)
+    assert drawn.top_k == 5 and drawn.logit_bias == {3: 2.0} and not drawn.counted
+    greedy = SamplingParams(presence_penalty=0.5).controls([1, 2], 10)
+    assert greedy.counted and greedy.prompt_token_ids == (1, 2)
+    with pytest.raises(RequestError, match=r"logit_bias\[10\] .* vocabulary of 10"):
+        SamplingParams(logit_bias={10: 1}).controls([1], 10)
 
 
 def test_an_unknown_field_is_an_error():
