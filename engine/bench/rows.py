@@ -49,10 +49,13 @@ def environment() -> dict[str, Any]:
 
 
 class Rows:
-    """Collects rows of one bench and writes them as it goes, so that a run cut short keeps what it has."""
+    """Collects rows of one bench and writes them as it goes, so that a run cut short keeps what it has.
 
-    def __init__(self, bench: str, out: str | None = None):
-        self.bench = bench
+    write False: collect only.
+    """
+
+    def __init__(self, bench: str, out: str | None = None, *, write: bool = True):
+        self.bench, self._write = bench, write
         self.path = Path(out or os.environ.get("OUT", "out")) / f"{bench}.json"
         self.rows: list[dict[str, Any]] = []
         self._environment = environment()
@@ -68,8 +71,9 @@ class Rows:
         if row["share"] is not None:
             row["share"] = float(f"{row['share']:.4g}")
         self.rows.append(row)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.rows, indent=1) + "\n")
+        if self._write:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.rows, indent=1) + "\n")
         return row
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from engine.runtime.gpu import GpuExecutor
 
 REPLAYS = 24  # per timing; the KV of a slot must have room for so many steps beyond the context
+PREFILL_REPLAYS = 5  # a prefill step takes milliseconds
 BATCHES = 4
 
 
