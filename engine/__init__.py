@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, Delta, Logprob, RequestOutput
     from engine.sampling import SamplingParams
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "engine.llm",
+    "AsyncLLM": "engine.async_llm",
     "SamplingParams": "engine.sampling",
     "RequestOutput": "engine.outputs",
     "CompletionOutput": "engine.outputs",
@@ -24,7 +26,15 @@ _HOME = {
     "Delta": "engine.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "Delta", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Delta",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str):

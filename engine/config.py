@@ -111,6 +111,17 @@ class EngineConfig:
         "share of each GPU's total memory that the engine may use",
         flags=("--mem-fraction-static", "--memory-ratio"),
     )
+    generation_config: str = _option(
+        "none",
+        "auto: sampling defaults from the checkpoint's generation_config.json; none: greedy",
+        choices=("auto", "none"),
+    )
+    prefix_caching: bool = _option(
+        False,
+        "start a prompt behind the longest prefix that a free slot still holds (bits may then depend "
+        "on what ran before)",
+        flags=("--enable-prefix-caching",),
+    )
     seed: int = _option(
         0, "seed of dummy weights and of sampling without its own seed", flags=("--random-seed",)
     )

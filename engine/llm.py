@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import PRESETS, EngineConfig, ModelConfig, from_dir, preset
 from engine.errors import EngineError, RequestError
+from engine.generation_config import sampling_defaults
 from engine.outputs import Delta, RequestOutput
 from engine.prompts import Prompt, as_batch, check_token_ids, naming, one_each
 from engine.request import Request
@@ -30,7 +31,8 @@ class LLM:
 
     Arguments are the fields of EngineConfig, plus chat_template, a file that replaces the
     checkpoint's. Raises EngineError (CheckpointError) for what cannot be served, before any GPU
-    work. One thread at a time; several stream() iterators may be open and share decode steps.
+    work. Where a call gives no sampling_params, those of `sampling_defaults` apply (none unless
+    generation_config is "auto"). One thread at a time (AsyncLLM serves asyncio); several stream() iterators may be open and share decode steps.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         gpu_memory_utilization: float = 0.9,
+        generation_config: str = "none",
+        prefix_caching: bool = False,
         seed: int = 0,
         enforce_eager: bool = False,
         virtual_ranks: bool = False,
@@ -64,6 +68,8 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
+            generation_config=generation_config,
+            prefix_caching=prefix_caching,
             seed=seed,
             enforce_eager=enforce_eager,
             virtual_ranks=virtual_ranks,
@@ -75,11 +81,13 @@ class LLM:
 
         eos = eos_token_ids(directory, self.model_config.eos_token_ids, self.tokenizer)
         self.eos_token_ids: frozenset[int] = eos
+        # Fields of SamplingParams that the checkpoint sets, under generation_config="auto".
+        self.sampling_defaults = sampling_defaults(self.config, directory)
         from engine.runtime import create_executor
 
         self._executor = create_executor(self.config, self.model_config)
         self._closed = False
-        self._scheduler = Scheduler(self._executor)
+        self.scheduler = Scheduler(self._executor, prefix_caching=self.config.prefix_caching)
         self._inboxes: dict[Request, deque[Delta]] = {}
         self._count = 0
 
@@ -131,7 +139,7 @@ class LLM:
         arrival = time.perf_counter()
         one_conversation = bool(messages) and isinstance(messages[0], Mapping)
         batch: list[Any] = [messages] if one_conversation or not messages else list(messages)
-        params = one_each(sampling_params, len(batch))
+        params = one_each(sampling_params, len(batch), self._default_params())
         variables = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         requests = []
         for i, (conversation, one) in enumerate(zip(batch, params)):
@@ -141,19 +149,49 @@ class LLM:
         return self._complete(requests, use_tqdm)
 
     def stream(
-        self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
     ) -> Generator[Delta]:
         """Deltas of one answer as they become certain; str(delta) is text, the last has `.output`.
 
         `prompt` is a prompt as for generate(), or a conversation as for chat(). The request is checked
-        at once and starts with the first next(); closing the iterator aborts it.
+        at once and starts with the first next(); closing the iterator aborts it, and so does
+        abort(request_id).
         """
+        request = self.make_request(prompt, sampling_params, request_id=request_id)
+        return (delta for _, delta in self._indexed([request]))
+
+    def make_request(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Request:
+        """A checked request of a prompt or a conversation, not started. RequestError names what is wrong."""
         arrival = time.perf_counter()
         text = None
         if not isinstance(prompt, (str, Mapping)) and prompt and isinstance(prompt[0], Mapping):
             text, prompt = self.encode_chat(prompt)  # type: ignore[arg-type]
-        request = self._request(prompt, sampling_params or SamplingParams(), arrival, text)  # type: ignore[arg-type]
-        return (delta for _, delta in self._indexed([request]))
+        params = self._default_params() if sampling_params is None else sampling_params
+        request = self._request(prompt, params, arrival, text)  # type: ignore[arg-type]
+        if request_id is not None:
+            request.request_id = request_id
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """End the running request of this id where it is; its iterator gets a last delta with
+        finish_reason "abort". False if none is running."""
+        for request in list(self._inboxes):
+            if request.request_id == request_id:
+                delta = self.scheduler.abort(request)
+                if delta is not None:
+                    self._inboxes[request].append(delta)
+                    return True
+        return False
 
     def stream_many(
         self,
@@ -179,6 +217,9 @@ class LLM:
 
     # ---- inside
 
+    def _default_params(self) -> SamplingParams:
+        return SamplingParams(**self.sampling_defaults)
+
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(
@@ -190,7 +231,8 @@ class LLM:
     def _requests(self, prompts: Sequence[Prompt], params, arrival: float) -> list[Request]:
         """Requests of all prompts, or a RequestError that names the first bad one's index."""
         requests = []
-        for i, (prompt, one) in enumerate(zip(prompts, one_each(params, len(prompts)))):
+        default = self._default_params()
+        for i, (prompt, one) in enumerate(zip(prompts, one_each(params, len(prompts), default))):
             with naming(i, len(prompts)):
                 requests.append(self._request(prompt, one, arrival))
         return requests
@@ -257,14 +299,14 @@ class LLM:
         try:
             for request in requests:
                 inboxes[request] = deque()
-                self._scheduler.add(request)
+                self.scheduler.add(request)
             running = list(requests)
             while running:
                 if not any(inboxes[r] for r in running):
                     if self._closed:
                         raise EngineError("this LLM was closed while it was generating")
                     # Steps are shared: what belongs to another iterator goes to its inbox.
-                    for request, delta in self._scheduler.step():
+                    for request, delta in self.scheduler.step():
                         if request in inboxes:
                             inboxes[request].append(delta)
                 for request in list(running):
@@ -275,7 +317,7 @@ class LLM:
                         yield request, delta
         finally:
             for request in requests:
-                self._scheduler.abort(request)
+                self.scheduler.abort(request)
                 inboxes.pop(request, None)
 
     def close(self) -> None:
@@ -283,7 +325,7 @@ class LLM:
         if self._closed:
             return
         self._closed = True
-        self._scheduler.abort_all()
+        self.scheduler.abort_all()
         self._executor.close()
 
     def __enter__(self) -> LLM:

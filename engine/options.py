@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, fields
 from typing import Any
 
@@ -98,9 +98,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**values)
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """SamplingParams of parsed arguments. RequestError for a bad value."""
-    return SamplingParams(**_given(args, SamplingParams, _NOT_FLAGS))
+def sampling_params(
+    args: argparse.Namespace, defaults: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """SamplingParams of parsed arguments over `defaults`. RequestError for a bad value."""
+    return SamplingParams(**{**(defaults or {}), **_given(args, SamplingParams, _NOT_FLAGS)})
 
 
 def _given(args: argparse.Namespace, kind: type, without: Collection[str]) -> dict[str, Any]:

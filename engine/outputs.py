@@ -27,6 +27,7 @@ class RequestMetrics:
     ttft_s: float | None  # submission to the first token on the host
     total_s: float  # submission to the end
     queue_s: float | None = None  # submission to the prefill's launch
+    cached_tokens: int = 0  # of the prompt, whose KV the slot still held (prefix caching)
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -44,7 +45,8 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One answer. finish_reason: "stop" (EOS, stop string or id), "length", "abort"; None while running.
+    """One answer. finish_reason: "stop" (EOS, stop string or id), "length", "abort", "error"
+    (RequestOutput.error says which); None while running.
 
     token_ids are the ids the engine produced, the ending EOS or stop id among them; text excludes
     it, excludes special tokens and is cut before a stop string. stop_reason is the stop string or
@@ -76,6 +78,7 @@ class RequestOutput:
     )
     metrics: RequestMetrics | None = None
     finished: bool = False
+    error: str | None = None  # why finish_reason is "error"
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,13 @@ def as_batch(prompts: object) -> list:
 
 
 def one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    count: int,
+    default: SamplingParams | None = None,
 ) -> list[SamplingParams]:
-    """Parameters for each of `count` prompts."""
+    """Parameters for each of `count` prompts; `default` where none are given."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default or SamplingParams()] * count
     if not isinstance(params, Sequence):
         raise RequestError(f"sampling_params is {type(params).__name__}, not SamplingParams")
     if len(params) != count:

@@ -80,6 +80,8 @@ class Request:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.cached_tokens = 0  # of the prompt, not computed again
         self._tokenizer = tokenizer
         self._eos = frozenset() if params.ignore_eos else eos
         self._stop_ids = frozenset(params.stop_token_ids or ())
@@ -132,6 +134,13 @@ class Request:
         """End the request where it is; held text is still part of the answer."""
         return self._finish("abort", [])
 
+    def fail(self, error: Exception) -> Delta:
+        """End the request alone: what is wrong with it does not concern the others."""
+        self.error = str(error) or type(error).__name__
+        self.finish_reason = "error"
+        self._last = self._clock()
+        return Delta("", [], "error", self.output())
+
     def _finish(
         self, reason: str, tokens: list[int], stop: int | str | None = None, text: str = ""
     ) -> Delta:
@@ -166,6 +175,7 @@ class Request:
             ttft_s=None if self._first is None else self._first - since,
             total_s=(self._clock() if self._last is None else self._last) - since,
             queue_s=None if self._launched is None else self._launched - since,
+            cached_tokens=self.cached_tokens,
         )
         return RequestOutput(
             self.request_id,
@@ -175,4 +185,5 @@ class Request:
             self.prompt_logprobs,
             metrics,
             self.finished,
+            self.error,
         )

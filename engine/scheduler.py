@@ -4,6 +4,9 @@ The device feeds its own tokens back, so steps can be queued before their tokens
 runs up to `executor.max_in_flight` steps ahead of the oldest unread one and reads tokens in order;
 tokens that arrive for a request after its end are dropped. A slot is reused at once: the prefill
 that takes it over is queued behind the steps that still belong to its last owner.
+
+With prefix caching a free slot's KV is kept until the slot is taken over, and a request takes the free
+slot that shares the longest prefix with its prompt; only the rest is computed.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from engine.errors import DeviceError
+from engine.errors import DeviceError, EngineError
 from engine.outputs import Delta, Logprob, top_logprobs
 from engine.request import Request
 from engine.sampling import Controls
@@ -49,6 +52,16 @@ class Executor(Protocol):
     def recover(self) -> None: ...
 
 
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    count = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
 @dataclass(frozen=True)
 class _Step:
     """A queued step: its handle and the request of each row."""
@@ -60,8 +73,11 @@ class _Step:
 class Scheduler:
     """Requests in, (request, delta) pairs out. Single-threaded: one caller turns step()."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, *, prefix_caching: bool = False) -> None:
         self._executor = executor
+        self._prefix_caching = prefix_caching
+        self._kept: dict[int, list[int]] = {}  # free slot -> the tokens whose KV it holds
+        self._failed: list[tuple[Request, Delta]] = []  # ended before they ran, not yet reported
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # slot -> request
         self._free = list(range(executor.num_slots))  # heap: the lowest slot first
@@ -98,7 +114,7 @@ class Scheduler:
         try:
             self._launch()
             if not self._steps:
-                return []
+                return self._take_failed()
             step = self._steps[0]
             tokens = self._executor.read(step.handle)
             self._steps.popleft()
@@ -113,13 +129,16 @@ class Scheduler:
         except BaseException:  # Ctrl-C, perhaps between queueing a step and noting its handle
             self._unsure = True
             raise
-        updates = []
+        updates = self._take_failed()
         for request, token, entry in zip(step.rows, tokens, entries, strict=True):
             if request.finished:
                 if request in self._parked:
                     heapq.heappush(self._free, self._parked.pop(request))
                 continue
-            delta = request.accept(token, entry)
+            try:
+                delta = request.accept(token, entry)
+            except Exception as e:
+                delta = request.fail(e)
             updates.append((request, delta))
             if request.finished:
                 self._release(request)
@@ -140,9 +159,14 @@ class Scheduler:
         for request in [*self._running.values(), *self._waiting]:
             self.abort(request)
 
+    def _take_failed(self) -> list[tuple[Request, Delta]]:
+        failed, self._failed = self._failed, []
+        return failed
+
     def _recover(self) -> None:
         """Forget all queued steps, here and on the device. Only while no request runs."""
         self._steps.clear()
+        self._kept.clear()
         self._executor.recover()
         for slot in self._parked.values():
             heapq.heappush(self._free, slot)
@@ -152,6 +176,9 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         del self._running[request.slot]
+        if self._prefix_caching and not self._unsure:
+            # The last token's KV would be written by the step behind it.
+            self._kept[request.slot] = request.prompt_token_ids + request.token_ids[:-1]
         if request.token_ids:
             heapq.heappush(self._free, request.slot)
         else:
@@ -186,18 +213,44 @@ class Scheduler:
         return self._executor.max_in_flight
 
     def _prefill(self, request: Request) -> None:
-        slot = heapq.heappop(self._free)
-        request.slot = slot
+        slot, start = self._choose_slot(request)
+        self._kept.pop(slot, None)
+        request.slot, request.cached_tokens = slot, start
         self._running[slot] = request
         request.launched()
         params, ids = request.params, request.prompt_token_ids
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = self._prompt_logprobs(request, slot)
-        handle = self._executor.prefill(
-            slot, ids, temperature=params.temperature, seed=request.seed, controls=request.controls
-        )
+        try:
+            if params.prompt_logprobs is not None:
+                request.prompt_logprobs = self._prompt_logprobs(request, slot)
+            handle = self._executor.prefill(
+                slot, ids[start:], start, temperature=params.temperature, seed=request.seed,
+                controls=request.controls,
+            )  # fmt: skip
+        except EngineError as e:  # refused before any work
+            del self._running[slot]
+            request.slot = None
+            heapq.heappush(self._free, slot)
+            self._failed.append((request, request.fail(e)))
+            return
         request.queued = 1
         self._steps.append(_Step(handle, (request,)))
+
+    def _choose_slot(self, request: Request) -> tuple[int, int]:
+        """A free slot, taken, and how many tokens of the prompt its KV already holds: the slot with most;
+        of equals one that holds nothing, then the lowest."""
+        prompt = request.prompt_token_ids
+        limit = len(prompt) - 1  # the last token's logits are wanted
+        if request.params.prompt_logprobs is not None:
+            limit = 0
+
+        def shared(slot: int) -> int:
+            return min(limit, common_prefix(prompt, self._kept.get(slot, ())))
+
+        slot = max(self._free, key=lambda s: (shared(s), s not in self._kept, -s))
+        start = shared(slot)
+        self._free.remove(slot)
+        heapq.heapify(self._free)
+        return slot, start
 
     def _prompt_logprobs(self, request: Request, slot: int) -> list[dict[int, Logprob] | None]:
         ids = request.prompt_token_ids

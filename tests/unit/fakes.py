@@ -59,6 +59,8 @@ class FakeExecutor:
         self.dead = False
         self.lose_handle_at: int | None = None  # the step interrupted as it is queued, once
         self.fail_at: int | None = None  # the read that raises
+        self.refuse: int | None = None  # a prompt with this token is refused
+        self.cached = 0  # prompt tokens not prefilled again
         self.interrupt_at: int | None = None  # the read that is interrupted, once
 
     def _token(self, slot: int) -> int:
@@ -92,12 +94,20 @@ class FakeExecutor:
         return len(self.results) - 1
 
     def prefill(self, slot, token_ids, start=0, *, temperature=0.0, seed=0, controls=None):
-        assert 0 <= slot < self.num_slots and start == 0 and len(token_ids) > 0
+        assert 0 <= slot < self.num_slots and len(token_ids) > 0
+        if self.refuse and self.refuse in token_ids:
+            from engine.errors import RequestError
+
+            raise RequestError(f"token {self.refuse} is refused")
+        kept = self.history.get(slot, [])[:start]
+        # The last token that a slot produced was never processed: its KV is not there.
+        assert start == 0 or start < len(self.history[slot]), "KV that the slot does not hold"
+        self.cached += start
         # The slot's staging memory is in use until its last prefill has run.
         assert self.prefilled_by.get(slot, -1) < self.next_read, "the slot's prefill is unread"
         self.prefilled_by[slot] = len(self.results)
-        self.history[slot] = list(token_ids)
-        self.prompt_len[slot] = len(token_ids)
+        self.history[slot] = [*kept, *token_ids]
+        self.prompt_len[slot] = len(self.history[slot])
         self.params[slot] = (temperature, seed if temperature else 0)
         return self._queue([slot])
 

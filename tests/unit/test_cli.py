@@ -98,7 +98,8 @@ def test_engine_flags_and_aliases(args, field, value):
         (["--logprobs", "3"], "logprobs", 3),
         (["--prompt-logprobs", "0"], "prompt_logprobs", 0),
         (["--top-k", "-1"], "top_k", -1),
-        (["--top-p", "1"], "top_p", 1.0),
+        (["--top-p", "0.9"], "top_p", 0.9),
+        (["--repeat-penalty", "1.1"], "repetition_penalty", 1.1),
     ],
 )
 def test_sampling_flags_and_aliases(args, field, value):
@@ -133,8 +134,8 @@ def test_flags_are_not_abbreviated():
         ),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens=0"),
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
-        (["--prompt", "x", "--top-p", "0.9"], "top_p=0.9 is not supported"),
-        (["--prompt", "x", "--repetition-penalty", "1.1"], "repetition_penalty=1.1"),
+        (["--prompt", "x", "--top-p", "1.9"], "top_p=1.9"),
+        (["--prompt", "x", "--repetition-penalty", "0"], "repetition_penalty=0"),
         (["--prompt", "x", "--model", "/absent"], "/absent"),
         (["--prompt-file", "/absent"], "--prompt-file /absent"),
         (["--input-len", "0"], "--input-len 0"),

@@ -173,13 +173,13 @@ def test_closing_a_stream_aborts_it(make):
     stream = llm.stream([3])
     next(stream)
     stream.close()
-    assert llm._scheduler.free_slots == 1 and not llm._scheduler.has_work and not llm._inboxes
+    assert llm.scheduler.free_slots == 1 and not llm.scheduler.has_work and not llm._inboxes
     llm._executor.script = None
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     assert llm.generate([9], params)[0].outputs[0].token_ids == expected([9], 5, VOCAB)
     unstarted = llm.stream([3])
     del unstarted
-    assert not llm._scheduler.has_work
+    assert not llm.scheduler.has_work
 
 
 def test_interrupt_during_generate_leaves_a_usable_engine(make):
@@ -188,7 +188,7 @@ def test_interrupt_during_generate_leaves_a_usable_engine(make):
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5], [6]], params)
-    assert not llm._scheduler.has_work
+    assert not llm.scheduler.has_work
     [output] = llm.generate([9], params)
     assert output.outputs[0].token_ids == expected([9], 8, VOCAB)
 
@@ -237,7 +237,7 @@ def test_bad_prompts_are_named(make, prompts, message):
     llm = make()
     with pytest.raises(RequestError, match=message):
         llm.generate(prompts)
-    assert not llm._scheduler.has_work
+    assert not llm.scheduler.has_work
 
 
 def test_bad_params(make):
@@ -319,3 +319,59 @@ def test_a_failed_construction_can_be_closed(directory, monkeypatch):
     monkeypatch.setattr("engine.runtime.create_executor", create)
     with pytest.raises(EngineError, match="no room"):
         LLM(directory)
+
+
+def test_abort_by_id(make):
+    llm = make("hello world")
+    stream = llm.stream("x", SamplingParams(max_tokens=50, ignore_eos=True), request_id="mine")
+    next(stream)
+    assert llm.abort("mine") and not llm.abort("mine") and not llm.abort("other")
+    *_, last = stream
+    assert last.finish_reason == "abort" and last.output.request_id == "mine"
+    assert llm.scheduler.free_slots == 3
+
+
+def test_bias_outside_the_vocabulary_is_named(make):
+    with pytest.raises(RequestError, match=r"logit_bias\[400\] is outside the vocabulary of 400"):
+        make().generate("x", SamplingParams(logit_bias={400: 1.0}))
+
+
+def test_a_refused_prefill_fails_alone(make):
+    llm = make(slots=2)
+    llm._executor.refuse = 77
+    good, bad = llm.generate([[1, 2], [77]], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert good.outputs[0].token_ids == expected([1, 2], 5, VOCAB) and good.error is None
+    assert bad.outputs[0].finish_reason == "error" and bad.error == "token 77 is refused"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}',
+         dict(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)),
+        ('{"do_sample": true, "top_k": 5}', dict(temperature=1.0, top_k=5)),
+        ('{"do_sample": false, "temperature": 0.6, "repetition_penalty": 1.1}',
+         dict(repetition_penalty=1.1)),
+        ("{}", {}),
+    ],
+)  # fmt: skip
+def test_generation_config_is_used_only_when_asked_for(make, tmp_path, caplog, text, found):
+    folder = write_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with caplog.at_level("INFO", "engine"):
+        assert make(model=folder).sampling_defaults == {}
+        assert "generation_config" not in caplog.text
+        llm = make(model=folder, generation_config="auto")
+    assert llm.sampling_defaults == found
+    assert "sampling defaults of generation_config.json: " in caplog.text
+    llm.generate("x", use_tqdm=False)
+    assert llm._executor.params[0][0] == found.get("temperature", 0)
+    llm.generate("x", SamplingParams(max_tokens=3), use_tqdm=False)  # given: exactly these
+    assert llm._executor.params[0][0] == 0
+
+
+def test_a_damaged_generation_config_is_named(make, tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"temperature": 1, "top_p": 7}')
+    with pytest.raises(EngineError, match=r"generation_config.json: top_p=7 .* none ignores"):
+        make(model=folder, generation_config="auto")

@@ -14,7 +14,7 @@ from engine.scheduler import Scheduler
 from tests.unit.fakes import FakeExecutor, expected
 
 
-def make(executor, i, prompt, *, eos=frozenset(), seed=0, **params):
+def make(executor, i, prompt, *, eos=frozenset(), seed=0, tokenizer=None, **params):
     return Request(
         str(i),
         prompt,
@@ -22,6 +22,7 @@ def make(executor, i, prompt, *, eos=frozenset(), seed=0, **params):
         max_model_len=executor.max_model_len,
         eos=eos,
         seed=seed,
+        tokenizer=tokenizer,
     )
 
 
@@ -46,7 +47,11 @@ def truncated(tokens, eos, min_tokens):
 REQUESTS = st.lists(
     st.fixed_dictionaries(
         {
-            "prompt": st.lists(st.integers(0, 96), min_size=1, max_size=12),
+            # Few different tokens, so that prompts share prefixes.
+            "prompt": st.one_of(
+                st.lists(st.integers(0, 96), min_size=1, max_size=12),
+                st.lists(st.integers(0, 1), min_size=1, max_size=12),
+            ),
             "max_tokens": st.one_of(st.none(), st.integers(1, 20)),
             "min_tokens": st.integers(0, 1),
             "ignore_eos": st.booleans(),
@@ -62,10 +67,13 @@ REQUESTS = st.lists(
 
 
 @settings(max_examples=200, deadline=None)
-@given(requests=REQUESTS, slots=st.integers(1, 4), ahead=st.integers(0, 6), data=st.data())
-def test_invariants(requests, slots, ahead, data):
+@given(
+    requests=REQUESTS, slots=st.integers(1, 4), ahead=st.integers(0, 6), caching=st.booleans(),
+    data=st.data(),
+)  # fmt: skip
+def test_invariants(requests, slots, ahead, caching, data):
     executor = FakeExecutor(num_slots=slots, max_model_len=32, max_in_flight=ahead)
-    scheduler = Scheduler(executor)
+    scheduler = Scheduler(executor, prefix_caching=caching)
     eos = frozenset(data.draw(st.sets(st.integers(0, 96), max_size=12)))
     made, updates = [], []
     pending = sorted(enumerate(requests), key=lambda p: p[1]["late"])
@@ -105,6 +113,59 @@ def test_invariants(requests, slots, ahead, data):
         mine = [d for r, d in updates if r is request]
         assert [t for d in mine for t in d.token_ids] == request.token_ids
         assert all(d.finish_reason is None for d in mine[:-1])
+
+
+def test_a_conversation_is_prefilled_once():
+    executor = FakeExecutor(num_slots=2)
+    scheduler = Scheduler(executor, prefix_caching=True)
+    first, other = make(executor, 0, [1, 2, 3], max_tokens=4), make(executor, 1, [9], max_tokens=4)
+    scheduler.add(first)
+    scheduler.add(other)
+    run(scheduler)
+    history = [1, 2, 3, *first.token_ids]
+    second = make(executor, 2, [*history, 5, 6], max_tokens=4)
+    scheduler.add(second)
+    run(scheduler)
+    # All but the last generated token: no step has processed that one.
+    assert second.cached_tokens == executor.cached == len(history) - 1
+    assert second.token_ids == expected([*history, 5, 6], 4)
+    again = make(
+        executor, 3, [1, 2, 3], max_tokens=4
+    )  # the whole prompt is there: its end runs anew
+    scheduler.add(again)
+    run(scheduler)
+    assert again.cached_tokens == 2 and again.token_ids == first.token_ids
+    fresh = make(executor, 4, [50, 51], max_tokens=2)
+    scheduler.add(fresh)
+    run(scheduler)
+    assert fresh.cached_tokens == 0 and fresh.output().metrics.cached_tokens == 0
+
+
+def test_a_failed_request_ends_alone():
+    class Broken:
+        """A tokenizer that fails on one token."""
+
+        byte_level, byte_tokens = True, frozenset()
+
+        def has_text(self, token):
+            return True
+
+        def decode(self, ids):
+            raise ValueError("broken bytes")
+
+    executor = FakeExecutor(num_slots=2)
+    executor.refuse = 77
+    scheduler = Scheduler(executor)
+    good = make(executor, 0, [1], max_tokens=6)
+    refused = make(executor, 1, [77], max_tokens=6)
+    broken = make(executor, 2, [3], max_tokens=6, tokenizer=Broken())
+    for request in (refused, broken, good):
+        scheduler.add(request)
+    ends = {r: d for r, d in run(scheduler) if d.output is not None}
+    assert good.token_ids == expected([1], 6) and good.finish_reason == "length"
+    assert ends[refused].output.error == "token 77 is refused"
+    assert ends[broken].finish_reason == "error" and ends[broken].output.error == "broken bytes"
+    assert scheduler.free_slots == 2 and not scheduler.has_work
 
 
 def test_runs_ahead_to_the_limit_and_drops_tokens_after_the_end():
@@ -228,11 +289,13 @@ def test_a_slot_is_not_taken_over_while_its_prefill_is_unread():
     assert second.token_ids == expected([2], 9) and scheduler.free_slots == 1
 
 
-def test_a_lost_handle_is_recovered_from():
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_lost_handle_is_recovered_from(at, caching):
     """Ctrl-C between queueing a step and noting it, then the aborts that unwinding makes."""
     executor = FakeExecutor(num_slots=2)
-    executor.lose_handle_at = 3
-    scheduler = Scheduler(executor)
+    executor.lose_handle_at = at
+    scheduler = Scheduler(executor, prefix_caching=caching)
     scheduler.add(make(executor, 0, [1], max_tokens=9))
     with pytest.raises(KeyboardInterrupt):
         run(scheduler)
@@ -240,7 +303,7 @@ def test_a_lost_handle_is_recovered_from():
     request = make(executor, 1, [2], max_tokens=9)
     scheduler.add(request)
     run(scheduler)
-    assert request.token_ids == expected([2], 9)
+    assert request.token_ids == expected([2], 9) and scheduler.free_slots == 2
 
 
 @pytest.mark.parametrize("dead", [False, True])

@@ -1,0 +1,129 @@
+"""AsyncLLM over the fake executor: streams side by side, abort, cancelling, failures, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import pytest
+
+from engine import AsyncLLM, SamplingParams
+from engine.errors import DeviceError, EngineError, RequestError
+from tests.unit.fakes import FakeExecutor, expected, write_model
+
+VOCAB = 400
+LONG = SamplingParams(max_tokens=70, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(directory, monkeypatch):
+    made = []
+
+    def build(delay=0.0, slots=3):
+        def create(config, model):
+            return FakeExecutor(slots, 128, vocab=VOCAB, delay=delay)
+
+        monkeypatch.setattr("engine.runtime.create_executor", create)
+        made.append(AsyncLLM(directory))
+        return made[-1]
+
+    yield build
+    for llm in made:
+        llm.close()
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.005)
+
+
+def test_many_requests_at_once(make):
+    llm = make()
+
+    async def main():
+        prompts = [[i + 1, 5] for i in range(10)]
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        outputs = await asyncio.gather(*(llm.generate(p, params) for p in prompts))
+        for prompt, output in zip(prompts, outputs):
+            assert output.outputs[0].token_ids == expected(prompt, 9, VOCAB)
+        text = [str(d) async for d in llm.stream("hello", params)]
+        again = await llm.generate("hello", params)
+        assert "".join(text) == again.outputs[0].text
+
+    asyncio.run(main())
+    assert llm.llm._executor.deepest > 1 and max(llm.llm._executor.batches) == 3
+
+
+def test_a_conversation(make):
+    async def main(llm):
+        output = await llm.generate([{"role": "user", "content": "hello"}], LONG)
+        assert output.prompt.endswith("<|im_start|>assistant\n")
+
+    asyncio.run(main(make()))
+
+
+def test_leaving_cancelling_and_aborting_free_the_slot(make):
+    llm = make(delay=0.002, slots=1)
+
+    async def main():
+        async with aclosing(llm.stream([1], LONG)) as stream:
+            async for _ in stream:
+                break
+        until(lambda: not llm.llm.scheduler.has_work)
+        task = asyncio.create_task(llm.generate([2], LONG))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        until(lambda: not llm.llm.scheduler.has_work)
+        task = asyncio.create_task(llm.generate([3], LONG, request_id="mine"))
+        await asyncio.sleep(0.05)
+        llm.abort("mine")
+        output = await task
+        assert output.outputs[0].finish_reason == "abort" and output.request_id == "mine"
+        got = output.outputs[0].token_ids
+        assert got == expected([3], len(got), VOCAB)
+
+    asyncio.run(main())
+    assert llm.llm.scheduler.free_slots == 1 and not llm._receivers
+
+
+def test_errors_reach_their_caller(make):
+    llm = make()
+
+    async def main():
+        with pytest.raises(RequestError, match="prompt_token_ids"):
+            await llm.generate([VOCAB])
+        llm.llm._executor.fail_at = 2
+        with pytest.raises(DeviceError, match="NaN"):
+            await llm.generate([1], LONG)
+        llm.llm._executor.fail_at = None
+        output = await llm.generate([1], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert output.outputs[0].token_ids == expected([1], 4, VOCAB)
+
+    asyncio.run(main())
+
+
+def test_closing_ends_what_runs(make):
+    llm = make(delay=0.005)
+
+    async def main():
+        task = asyncio.create_task(llm.generate([1], LONG))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(EngineError, match="closed while"):
+            await task
+        with pytest.raises(EngineError, match="is closed"):
+            await llm.generate([1], LONG)
+
+    asyncio.run(main())
+    llm.close()
+    assert llm.llm._executor.closed == 1
