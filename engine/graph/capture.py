@@ -100,8 +100,13 @@ def warm(
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             launch.run()
 
+    def compile_one(item: tuple[Launch, torch.cuda.Stream]) -> None:
+        # A thread has no CUDA context until it makes a runtime call; TMA descriptors need one.
+        torch.zeros(1, device=item[1].device)
+        run(item)
+
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        list(pool.map(run, first.values()))
+        list(pool.map(compile_one, first.values()))
 
     seen: set[tuple[str, int]] = set()
     for program in programs:

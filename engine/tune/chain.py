@@ -140,6 +140,7 @@ class Chain:
             config, program = item
             try:
                 for line, stream in zip(program.launches, program.streams):
+                    torch.zeros(1, device=stream.device)  # gives the thread its CUDA context
                     done: set[str] = set()
                     for launch in line:
                         if launch.config != config or launch.key in done:
