@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 
+import triton
+
 from engine.config import ModelConfig
 from engine.graph.build import build
 from engine.graph.ir import Graph, Op, Value
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
+
+DUMP_CONTEXT = 4096  # KV positions that the launches of the dump are configured for
 
 
 def format_value(value: Value) -> str:
@@ -66,7 +70,10 @@ def _anonymous(line: str) -> str:
 def dump_graph(
     config: ModelConfig, tp: int, quantization: str | None = None, rows: int = 1, tokens: int = 512
 ) -> str:
-    """The IR of the decode step and of a prefill bucket after each pass, and the buffer plan."""
+    """The IR of the decode step and of a prefill bucket after each pass, the buffer plan, and the launches
+    of the compiled form: layer, stage, launcher, bytes, kernel[grid]xthreads, configuration."""
+    from engine.graph.inspect import format_launches, meta_launches
+
     out: list[str] = []
     for phase, count in (("decode", rows), ("prefill", tokens)):
 
@@ -80,4 +87,9 @@ def dump_graph(
             f"== plan: {len(buffers.offsets)} buffers in an arena of {buffers.arena_bytes:,} bytes a rank"
             f" (weights: {'FP8 e4m3 + fp32 scales' if quantization == 'fp8' else '16-bit'})"
         )
+        if triton.knobs.runtime.interpret:
+            out.append("== launches: not shown under TRITON_INTERPRET=1, where kernels are Python")
+            continue
+        launches = meta_launches(config, final, quantization, context=DUMP_CONTEXT, degree=tp)
+        out.append(f"== launches of rank 0 ({len(launches)})\n{format_launches(launches)}")
     return "\n\n".join(out)
