@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from engine.config import EngineConfig, from_dir
+from engine.errors import DeviceError
 from engine.runtime import create_executor
 from tests.graph.models import SHAPES, Lockstep, save_model
 
@@ -38,7 +41,7 @@ def folders(tmp_path_factory):
 
 
 def start(folder, tp=1, **kwargs):
-    defaults = dict(device="cuda", max_num_seqs=8, max_model_len=256, dtype="bfloat16")
+    defaults = dict(device="cuda", max_num_seqs=4, max_model_len=128, dtype="bfloat16")
     config = EngineConfig(model=str(folder), tensor_parallel_size=tp, **{**defaults, **kwargs})
     return create_executor(config, from_dir(folder))
 
@@ -238,3 +241,37 @@ def executor_graph(folder, rows, logits):
     from engine.graph.passes import run_passes
 
     return run_passes(build(from_dir(folder), phase="prefill", rows=rows, tp=1, logits=logits))
+
+
+@pytest.mark.multigpu
+def test_a_missing_rank_is_an_error_and_the_next_request_works(folders):
+    """One rank's graph is not launched: the other's spin expires, says so, and the engine serves on."""
+    executor = start(folders["llama"], tp=2)
+    try:
+        expected = run(executor, 0, PROMPTS[0], 8)
+        program = executor._programs[("decode", 1, "last")]
+        both, program._graphs = program._graphs, program._graphs[:1]
+        executor.read(executor.prefill(0, PROMPTS[0]))
+        with pytest.raises(DeviceError, match=r"rank 0 waited in vain for rank 1"):
+            executor.read(executor.decode([0]))
+        program._graphs = both
+        assert run(executor, 0, PROMPTS[0], 8) == expected
+    finally:
+        executor.close()
+
+
+@pytest.mark.multigpu
+def test_soak_same_ids_and_no_decay(folders):
+    """The report's failure: throughput that decays over prompts. 30 prompts; ids equal to the first run's,
+    the last tenth no slower than 2 % over the first (after one warm-up prompt)."""
+    executor = start(folders["qwen2-gqa8"], tp=2)
+    try:
+        expected = run(executor, 0, PROMPTS[0], 100)
+        seconds = []
+        for _ in range(30):
+            begin = time.perf_counter()
+            assert run(executor, 0, PROMPTS[0], 100) == expected
+            seconds.append(time.perf_counter() - begin)
+        assert sorted(seconds[-3:])[1] < 1.02 * sorted(seconds[:3])[1] + 1e-3
+    finally:
+        executor.close()
