@@ -20,7 +20,7 @@ from engine.errors import EngineError
 from engine.tune import choose
 from engine.tune.chain import Chain, Deployment
 
-# Largest weight first: the neighbours of the ops tuned later are then nearly final.
+# What a step reads most of comes first: the neighbours of the ops tuned later are then nearly final.
 TUNED = {"decode": ("gemv", "decode_attention"), "prefill": ("gemm", "prefill_attention")}
 MIN_GAIN = 0.002  # of the step's time: less is the spread between two timings of one configuration
 
@@ -93,7 +93,11 @@ def tune(chain: Chain, budget: float, dry_run: bool = False) -> dict[str, dict[s
 def _work(chain: Chain) -> Iterator[tuple[str, dict[str, Any]]]:
     for op in TUNED[chain.deployment.phase]:
         facts = chain.facts(op)
-        yield from ((op, f) for f in sorted(facts, key=lambda f: -f.get("n", 0) * f.get("k", 0)))
+
+        def weight(f: dict[str, Any], op: str = op) -> int:
+            return int(f.get("n", 0) * f.get("k", 0) * chain.uses(op, f))
+
+        yield from ((op, f) for f in sorted(facts, key=weight, reverse=True))
 
 
 def save(found: dict[str, dict[str, dict]], gpu: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from engine.kernels.gemv_config import (
@@ -23,12 +25,18 @@ _RINGS = (
     (32, 1024, 8, 8, 1),
 )  # fmt: skip
 
+HALF_BYTES = 104 << 10  # of a multiprocessor's shared memory: two kernels' rings fit side by side
+
 
 def candidates(
     n: int, k: int, weight_dtype: torch.dtype | str, rows: int = 1, sm_count: int = 132
 ) -> list[GemvConfig]:
-    """Configurations for an [n, k] weight, each with the deepest ring that fits shared memory at any row
-    count (bytes in flight are what a ring is for), the plain kernel and the heuristic's choice included."""
+    """Configurations for an [n, k] weight, the plain kernel and the heuristic's choice included.
+
+    Each ring comes twice: as deep as shared memory allows at any row count (bytes in flight are what a ring
+    is for), and in half of it, so that the next kernel's programs become resident and fill their own ring
+    while this one ends or a barrier is open.
+    """
     del rows  # a configuration serves 1 to 8 rows, see gemv.py
     name = weight_name(weight_dtype)
     size = 1 if name == "fp8" else 2
@@ -38,6 +46,10 @@ def candidates(
         block_k = bytes_k // size
         ring = GemvConfig("ring", block_n, block_k, warps, 2, sm_count * per_sm, warps_k, per_sm)
         deep = deepest_ring(ring, n, k, w_dtype) if block_k <= k else None
-        if deep is not None:
-            found.append(deep)
+        if deep is None:
+            continue
+        found.append(deep)
+        shallow = HALF_BYTES // per_sm // (block_n * bytes_k)
+        if 3 <= shallow < deep.stages:
+            found.append(replace(deep, stages=shallow))
     return list(dict.fromkeys(found))
