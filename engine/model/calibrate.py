@@ -1,7 +1,7 @@
 """The model's constants: fitted to bench/results where there are rows of the GPU, else to the first experiments.
 
 The fit is least squares on relative errors of decode steps, held to the prior: changing a constant by 10 %
-costs as much as an error of 1 % in one row. So one row moves little, and many rows decide.
+costs as much as an error of 0.3 % in one row. So one row moves little, and many rows decide.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.config import PRESETS
 from engine.model.costs import Cost, add_up, op_costs
 from engine.model.gpus import Gpu
 
-PRIOR_WEIGHT = 0.01
+PRIOR_WEIGHT = 0.001
 MEAN_OUTPUT = 128  # tokens into the answer at the mean of bench.latency's 256
 # shared/research/measured.md: chains of the four 72B GEMVs x 80 layers under PDL. FP8: 3.13 ms for 8.78 GB and
 # 10.3 ms for 35.1 GB, both 320 launches; BF16: 16.64 ms for 70.2 GB; one exchange adds 1.15 us. Prefill: cuBLAS

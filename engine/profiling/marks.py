@@ -3,7 +3,7 @@
 An event node breaks the programmatic edge between the kernels beside it, so a marked layer runs without that
 overlap and takes longer. Layers between marked ones are one span with all its edges; the spans and the marked
 stages together cover the step without a gap. A stage's time over the step is what its marks show plus its share
-of the spans, in proportion to its time in the marked layers.
+of the spans (`stage_us`).
 """
 
 from __future__ import annotations
@@ -136,35 +136,38 @@ def _intervals(parts: Sequence[Segment], events: Sequence[Event]) -> tuple[Inter
 
 
 def stage_us(intervals: Sequence[Interval]) -> dict[str, tuple[int, float]]:
-    """Stage -> (calls, us over the step): its marked time and its share of the spans.
+    """Stage -> (calls, us over the step): its marked time and its part of the spans.
 
-    Every stage of a span must be marked in some layer, or the span's rest cannot be divided (ValueError).
+    A mark costs every segment about the same (the overlap that its event breaks). That cost is what marked
+    layers take beyond the layers of the spans, over their segments; a span is divided in proportion to the
+    marked times less it. ValueError if a stage of a span is marked nowhere.
     """
-    calls: dict[str, int] = {}
-    direct: dict[str, float] = {}
-    for interval in intervals:
-        for stage, count in interval.segment.calls.items():
-            calls[stage] = calls.get(stage, 0) + count
-        if not interval.segment.is_span:
-            stage = interval.segment.stage
-            direct[stage] = direct.get(stage, 0.0) + interval.us
-    seen = {
-        stage: sum(i.segment.calls[stage] for i in intervals if i.segment.stage == stage)
-        for stage in direct
-    }
-    total = dict(direct)
+    spans = [i for i in intervals if i.segment.is_span]
+    direct: dict[str, list[Interval]] = {}
     for interval in intervals:
         if not interval.segment.is_span:
-            continue
-        if not interval.segment.calls.keys() <= direct.keys():
-            raise ValueError(f"no marked layer shows {set(interval.segment.calls) - set(direct)}")
-        weight = {
-            stage: count * direct[stage] / seen[stage]
-            for stage, count in interval.segment.calls.items()
-        }
-        whole = sum(weight.values())
+            direct.setdefault(interval.segment.stage, []).append(interval)
+    missing = {stage for span in spans for stage in span.segment.calls} - direct.keys()
+    if missing:
+        raise ValueError(f"no marked layer shows {sorted(missing)}")
+    total = {stage: sum(i.us for i in own) for stage, own in direct.items()}
+    calls = {stage: sum(i.segment.calls[stage] for i in own) for stage, own in direct.items()}
+    mean = {stage: total[stage] / len(own) for stage, own in direct.items()}  # of one segment
+    # Segments of each stage that a span would have if it were marked.
+    counts = [
+        {stage: n * len(direct[stage]) / calls[stage] for stage, n in span.segment.calls.items()}
+        for span in spans
+    ]
+    as_marked = sum(n * mean[stage] for count in counts for stage, n in count.items())
+    segments_in_spans = sum(sum(count.values()) for count in counts)
+    cost = 0.0
+    if segments_in_spans:
+        cost = max(0.0, (as_marked - sum(span.us for span in spans)) / segments_in_spans)
+    for span, count in zip(spans, counts):
+        weight = {s: n * max(mean[s] - cost, 0.1 * mean[s]) for s, n in count.items()}
         for stage, part in weight.items():
-            total[stage] += interval.us * part / whole
+            total[stage] += span.us * part / sum(weight.values())
+            calls[stage] += span.segment.calls[stage]
     return {stage: (calls[stage], total[stage]) for stage in total}
 
 
