@@ -49,7 +49,12 @@ def check(args: argparse.Namespace) -> None:
 def sized(config: EngineConfig, args: argparse.Namespace) -> EngineConfig:
     """The deployment with slots for the batch and no more context than it needs, unless told otherwise."""
     need = args.input_len + args.output_len
-    return replace(config, max_num_seqs=args.batch_size, max_model_len=config.max_model_len or need)
+    return replace(
+        config,
+        max_num_seqs=args.batch_size,
+        max_model_len=config.max_model_len or need,
+        prefix_caching=False,  # every iteration sends the same prompts
+    )
 
 
 def measure(config: EngineConfig, args: argparse.Namespace) -> tuple[list[Batch], dict[str, Any]]:
