@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 from engine.errors import DeviceError, EngineError
 
+CLEAN_END_S = 5.0  # after a signal: then the process ends whatever still runs
+
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Spellings of a flag in one line, its value named once."""
@@ -42,6 +44,25 @@ class Parser(argparse.ArgumentParser):
         raise EngineError(f"{message} (see {self.prog} --help)")
 
 
+class _Watchdog:
+    """Ends the process if unwinding takes longer than CLEAN_END_S."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def start(self, code: int) -> None:
+        self._timer = threading.Timer(CLEAN_END_S, os._exit, (code,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+_watchdog = _Watchdog()
+
+
 def say(text: str) -> None:
     """A line for the person, on stderr: stdout carries answers only."""
     print(text, file=sys.stderr, flush=True)
@@ -66,6 +87,7 @@ def run(body: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     finally:
+        _watchdog.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -77,7 +99,8 @@ def log_to_stderr(quiet: bool) -> None:
 
 
 def _handle_signals() -> dict[int, Any]:
-    """The first Ctrl-C unwinds (devices are given back); the second ends the process at once.
+    """The first Ctrl-C unwinds (devices are given back), in CLEAN_END_S at most; the second ends the process
+    at once. SIGTERM likewise.
 
     Returns the handlers that were there; only the main thread may set any.
     """
@@ -86,10 +109,12 @@ def _handle_signals() -> dict[int, Any]:
 
     def interrupt(number, frame):
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        _watchdog.start(130)
         raise KeyboardInterrupt
 
     def terminate(number, frame):
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+        _watchdog.start(143)
         raise SystemExit(143)
 
     return {

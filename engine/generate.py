@@ -11,11 +11,12 @@ import random
 import sys
 import time
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from engine.batch import Item, check_ids, open_output, read_items, run_batch
 from engine.console import Parser, log_to_stderr, run, say
 from engine.errors import EngineError, RequestError
 from engine.options import (
@@ -27,8 +28,10 @@ from engine.options import (
 )
 
 if TYPE_CHECKING:
+    from engine.config import EngineConfig
     from engine.llm import LLM
     from engine.outputs import Delta, RequestOutput
+    from engine.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -55,7 +58,12 @@ def parser() -> Parser:
         help="what to answer, `-` reads stdin (repeatable: answered together)",
     )  # fmt: skip
     group.add_argument(
-        "--prompt-file", action="append", metavar="FILE", help="a prompt from a file (repeatable)"
+        "--prompt-file", action="append", metavar="FILE",
+        help="a prompt from a file (repeatable); .jsonl: one JSON object a line with prompt, messages "
+        "or prompt_token_ids, and sampling fields of its own",
+    )  # fmt: skip
+    group.add_argument(
+        "--prompt-lines", action="store_true", help="every line of a --prompt-file is a prompt"
     )
     group.add_argument(
         "--input-len", type=count, metavar="N", help="a prompt of N random token ids instead"
@@ -70,6 +78,10 @@ def parser() -> Parser:
     group.add_argument(
         "--json", action="store_true", help="one JSON object per prompt on stdout, no streaming"
     )
+    group.add_argument(
+        "--output", metavar="FILE",
+        help="append results as JSON Lines; prompts whose id the file holds already are skipped",
+    )  # fmt: skip
     group.add_argument("--dump-graph", action="store_true",
                        help="print the graph after each compiler pass and exit")  # fmt: skip
     group.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
@@ -96,16 +108,20 @@ def _main(argv: list[str] | None) -> int:
 
         print(dump_graph(model, config.tensor_parallel_size, config.quantization))
         return 0
+    if (
+        args.output
+        or args.prompt_lines
+        or any(f.endswith(".jsonl") for f in args.prompt_file or [])
+    ):
+        return _batch(args, config)
     prompts = _read_prompts(args)
     from engine.llm import LLM
 
     with LLM(**asdict(config), chat_template=args.chat_template) as llm:
         arrival = time.perf_counter()
         encoded = [_encode(llm, args, prompt) for prompt in prompts]
-        limits = [params] * len(encoded)
-        if params.max_tokens is None:
-            default = max(DEFAULT_MAX_TOKENS, params.min_tokens)
-            limits = [replace(params, max_tokens=_fit(llm, p, default)) for p in encoded]
+        params = sampling_params(args, llm.sampling_defaults)
+        limits = [_limited(llm, params, p) for p in encoded]
         with closing(llm.stream_many(encoded, limits, arrival=arrival)) as updates:
             outputs = _show(llm, updates, len(encoded), args)
         stats = llm.stats()
@@ -120,6 +136,55 @@ def _main(argv: list[str] | None) -> int:
             )
         say(_summary(outputs, stats))
     return 0
+
+
+def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
+    """Prompts of files as JSON Lines in, results as JSON Lines out."""
+    texts = [sys.stdin.read() if t == "-" else t for t in args.prompt or []]
+    items = [Item(f"prompt:{n}", f"--prompt {n}", "prompt", t, {}) for n, t in enumerate(texts, 1)]
+    for name in args.prompt_file or []:
+        items += read_items(name, args.prompt_lines)
+    if args.input_len is not None or not items:
+        raise EngineError("--output, --prompt-lines and .jsonl files need prompts, not --input-len")
+    check_ids(items)
+    with ExitStack() as stack:
+        stream: IO[str] = sys.stdout
+        if args.output:
+            opened, done = open_output(args.output)
+            stream = stack.enter_context(opened)
+            total = len(items)
+            items = [item for item in items if item.id not in done]
+            if len(items) < total:
+                say(f"{total - len(items)} of {total} results are in {args.output} already")
+            if not items:
+                return 0
+        from engine.llm import LLM
+
+        llm = stack.enter_context(LLM(**asdict(config), chat_template=args.chat_template))
+        params = sampling_params(args, llm.sampling_defaults)
+        stats = llm.stats()
+
+        def prepare(item: Item) -> tuple[dict[str, Any], SamplingParams]:
+            if item.source == "prompt":
+                prompt = _encode(llm, args, item.value)
+            elif item.source == "messages":
+                prompt = _ids(*llm.encode_chat(item.value))
+            else:
+                prompt = {"prompt_token_ids": item.value}
+            return prompt, _limited(llm, replace(params, **item.sampling), prompt)
+
+        outputs = run_batch(
+            llm, items, prepare, lambda o: _as_json(o, llm, stats), stream, quiet=args.quiet
+        )
+        say(_summary(outputs, stats))
+    return 0
+
+
+def _limited(llm: LLM, params: SamplingParams, prompt: dict[str, Any]) -> SamplingParams:
+    """With the command line's default length, where none is given."""
+    if params.max_tokens is not None:
+        return params
+    return replace(params, max_tokens=_fit(llm, prompt, max(DEFAULT_MAX_TOKENS, params.min_tokens)))
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str | None]:
@@ -227,9 +292,11 @@ def _summary(outputs: list[RequestOutput], stats: dict[str, Any]) -> str:
     prompt_tokens = sum(m.prompt_tokens for m in metrics)
     output_tokens = sum(m.output_tokens for m in metrics)
     ttft = sorted(m.ttft_s for m in metrics if m.ttft_s is not None)
+    failed = [o.error for o in outputs if o.error is not None]
     parts = [f"{prompt_tokens} prompt tokens", f"{output_tokens} generated"]
     if len(outputs) == 1:
-        parts.append(f"TTFT {ttft[0] * 1e3:.1f} ms")
+        if ttft:
+            parts.append(f"TTFT {ttft[0] * 1e3:.1f} ms")
         rate = metrics[0].decode_tok_s
         if rate is not None:
             parts.append(f"decode {rate:.1f} tok/s")
@@ -238,9 +305,12 @@ def _summary(outputs: list[RequestOutput], stats: dict[str, Any]) -> str:
             parts.append(f"{share:.0%} of the bandwidth roof")
     else:
         parts.insert(0, f"{len(outputs)} prompts")
-        parts.append(f"median TTFT {ttft[len(ttft) // 2] * 1e3:.1f} ms")
+        if ttft:
+            parts.append(f"median TTFT {ttft[len(ttft) // 2] * 1e3:.1f} ms")
         total = max(m.total_s for m in metrics)
         parts.append(f"{output_tokens / total:.1f} tok/s together")
+    if failed:
+        parts.append(f"{len(failed)} failed: {failed[0]}")
     return ", ".join(parts)
 
 
@@ -259,6 +329,7 @@ def _as_json(output: RequestOutput, llm: LLM, stats: dict[str, Any]) -> dict[str
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
+        **({} if output.error is None else {"error": output.error}),
         "metrics": {
             **asdict(metrics),
             "decode_tok_s": metrics.decode_tok_s,

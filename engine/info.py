@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ def collect() -> dict[str, Any]:
             "engine": engine.__version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
+            "cpu cores": str(os.cpu_count()),
+            "cuda (torch)": _cuda(),
+            "nvidia driver": _driver(),
             **{name: _version(name) for name in _PACKAGES},
         },
         "gpus": _gpus(),
@@ -37,6 +41,22 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def _driver() -> str | None:
+    """As the kernel module reports it; None without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"Module\s+(\S+)", text) or re.search(r"\b(\d+\.\d+(\.\d+)?)\b", text)
+    return found.group(1) if found else None
 
 
 def _gpus() -> list[dict[str, Any]]:

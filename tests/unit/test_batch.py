@@ -1,0 +1,131 @@
+"""Batches from files: fields a line, order, resuming, errors that name the line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine import generate
+from engine.batch import open_output
+from engine.errors import EngineError
+from tests.unit.fakes import FakeExecutor, expected, write_model
+
+VOCAB = 400
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def executors(monkeypatch):
+    made = []
+
+    def create(config, model):
+        made.append(FakeExecutor(3, 128, vocab=VOCAB))
+        return made[-1]
+
+    monkeypatch.setattr("engine.runtime.create_executor", create)
+    return made
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rows(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_every_line_has_its_own_parameters(executors, directory, tmp_path, capsys):
+    file = write(
+        tmp_path / "in.jsonl",
+        [
+            {"prompt_token_ids": [1, 2], "max_tokens": 20, "ignore_eos": True},
+            {"id": "b", "prompt": "hello", "max_tokens": 2, "stop": ["zz"], "ignore_eos": True},
+            {"id": 3, "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "seed": 9},
+        ],
+    )  # fmt: skip
+    assert generate.main(["--model", directory, "--prompt-file", file, "--max-tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    got = rows(out)
+    assert [r["id"] for r in got] == [f"{file}:1", "b", 3], "in order, though the first is longest"
+    assert got[0]["token_ids"] == expected([1, 2], 20, VOCAB)
+    assert len(got[1]["token_ids"]) == 2 and got[2]["prompt"].endswith("assistant\n")
+    assert (0.5, 9) in executors[0].params.values() and "3 prompts" in err
+
+
+def test_lines_of_a_text_file_and_resuming(executors, directory, tmp_path, capsys):
+    file = tmp_path / "in.txt"
+    file.write_text("one\n\ntwo\nthree\nfour\n")
+    out = tmp_path / "out.jsonl"
+    command = ["--model", directory, "--prompt-file", str(file), "--prompt-lines", "--output"]
+    command += [str(out), "--max-tokens", "5", "--ignore-eos", "--no-chat-template"]
+    assert generate.main(command) == 0
+    whole = out.read_text()
+    assert [r["prompt"] for r in rows(whole)] == ["one", "two", "three", "four"]
+    cut = whole.splitlines(keepends=True)
+    out.write_text("".join(cut[:2]) + cut[2][:10])  # killed while it wrote the third
+    assert generate.main(command) == 0
+    assert "2 of 4 results" in capsys.readouterr().err
+    strip = lambda text: [(r["id"], r["token_ids"]) for r in rows(text)]
+    assert strip(out.read_text()) == strip(whole)
+    assert generate.main(command) == 0 and strip(out.read_text()) == strip(whole)
+    assert len(executors) == 2, "nothing left: no model is loaded"
+
+
+def test_an_interrupted_batch_goes_on(executors, directory, tmp_path, monkeypatch):
+    file = write(tmp_path / "in.jsonl", [{"prompt_token_ids": [n + 1]} for n in range(9)])
+    out = tmp_path / "out.jsonl"
+    command = ["--model", directory, "--prompt-file", file, "--output", str(out)]
+    command += ["--max-tokens", "8", "--ignore-eos"]
+    original = FakeExecutor.read
+
+    def read(self, step):
+        if step == 20 and len(executors) == 1:
+            raise KeyboardInterrupt
+        return original(self, step)
+
+    monkeypatch.setattr(FakeExecutor, "read", read)
+    assert generate.main(command) == 130
+    assert 0 < len(rows(out.read_text())) < 9
+    assert generate.main(command) == 0
+    got = rows(out.read_text())
+    assert [r["token_ids"] for r in got] == [expected([n + 1], 8, VOCAB) for n in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"in.jsonl:2 is not JSON"),
+        ("[1]", r"in.jsonl:2 is not a JSON object"),
+        ('{"text": "x"}', r"in.jsonl:2 needs exactly one of prompt, messages"),
+        ('{"prompt": "x", "messages": []}', r"in.jsonl:2 needs exactly one"),
+        ('{"prompt": "x", "topp": 0.5}', r"in.jsonl:2: unknown field 'topp'"),
+        ('{"prompt": 3}', r"in.jsonl:2: prompt is not a text"),
+        ('{"prompt": "x", "id": 1.5}', r"in.jsonl:2: id 1.5"),
+        ('{"prompt": "x", "id": "a"}', r"in.jsonl:2: id 'a' is also that of .*in.jsonl:1"),
+        ('{"prompt": "x", "top_p": 3}', r"in.jsonl:2: top_p=3 is not"),
+        ('{"prompt_token_ids": [400]}', r"in.jsonl:2: prompt_token_ids\[0\] = 400"),
+        ('{"messages": [{"role": 1}]}', r"in.jsonl:2: messages\[0\]"),
+    ],
+)
+def test_a_bad_line_is_named(executors, directory, tmp_path, capsys, line, message):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "fine", "id": "a"}\n' + line + "\n")
+    assert generate.main(["--model", directory, "--prompt-file", str(file)]) == 2
+    out, err = capsys.readouterr()
+    import re
+
+    assert out == "" and re.search(message, err), err
+
+
+def test_an_output_that_is_something_else_is_left_alone(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("my notes\n")
+    with pytest.raises(EngineError, match=r"notes.txt:1 is not a result"):
+        open_output(str(file))
+    assert file.read_text() == "my notes\n"
