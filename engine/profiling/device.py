@@ -112,23 +112,12 @@ class GpuDevice:
         from engine.graph.capture import warm
         from engine.graph.lower import lower
 
-        sends = [op for op in self.graph.ops if op.attrs.get("epilogue") == "push"]
-        if not sends:
+        if not any(op.attrs.get("epilogue") == "push" for op in self.graph.ops):
             return [{} for _ in self.executor.ranks]
-        ops, offsets = [], {}
-        for op in sends:
-            source = Value(f"{op.out.name}_source", op.out.shape)
-            offsets[source] = 0  # what is sent does not matter, only how much
-            ops.append(
-                make_op("push", op.out, op.stage, op.layer, {"site": op.attrs["site"]}, x=source)
-            )
-        size = value_bytes(sends[0].out, self.executor.ranks[0].dtype.itemsize)
-        graph = Graph(
-            self.graph.phase, self.graph.rows, self.graph.tp, self.graph.model, tuple(ops), {}, None
-        )
+        graph, buffers = bare_pushes(self.graph, self.executor.ranks[0].dtype.itemsize)
         ranks = self.executor.ranks
         pdl = len({rank.device for rank in ranks}) == len(ranks)  # as the engine decides
-        lines = [lower(graph, BufferPlan(offsets, size), rank, pdl) for rank in ranks]
+        lines = [lower(graph, buffers, rank, pdl) for rank in ranks]
         warm([self.program(lines)], self.executor.streams)  # loaded before anything may spin
         return [{launch.op.attrs["site"]: launch for launch in line} for line in lines]
 
@@ -150,6 +139,24 @@ class GpuDevice:
     def synchronize(self) -> None:
         for stream in self.executor.streams:
             stream.synchronize()
+
+
+def bare_pushes(graph: Graph, act_bytes: int) -> tuple[Graph, BufferPlan]:
+    """A graph of stand-alone pushes, one for each fused push of `graph`: same site, message and stage.
+
+    They read the arena's start: what is sent does not matter here, only how much.
+    """
+    ops, offsets, size = [], {}, 0
+    for op in graph.ops:
+        if op.attrs.get("epilogue") != "push":
+            continue
+        source = Value(f"{op.out.name}_source", op.out.shape)
+        offsets[source] = 0
+        size = max(size, value_bytes(source, act_bytes))
+        attrs = {"site": op.attrs["site"]}
+        ops.append(make_op("push", op.out, op.stage, op.layer, attrs, x=source))
+    whole = Graph(graph.phase, graph.rows, graph.tp, graph.model, tuple(ops), {}, None)
+    return whole, BufferPlan(offsets, size)
 
 
 def allocations(devices: Sequence[torch.device]) -> int:

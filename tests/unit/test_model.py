@@ -20,6 +20,7 @@ from engine.graph.plan import plan
 from engine.model import GPUS, gpu_named, predict, scaling
 from engine.model.calibrate import PRIOR, fit, measured_us, predicted_us, usable
 from engine.model.costs import add_up, op_cost, op_costs
+from engine.profiling.device import bare_pushes
 from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
 
 H200 = GPUS["h200"]
@@ -34,10 +35,8 @@ TINY = replace(
 DECODE_ERROR, TTFT_ERROR = 0.10, 0.30
 
 
-@pytest.mark.parametrize("phase,rows", [("decode", 2), ("prefill", 16)])
-@pytest.mark.parametrize("tp,quantization", [(1, None), (2, None), (2, "fp8")])
-def test_bytes_are_those_of_the_lowered_launches(phase, rows, tp, quantization):
-    graph = run_passes(build(TINY, phase=phase, rows=rows, tp=tp))
+def tiny_ranks(graph, tp, quantization=None):
+    """(buffer plan, ranks on the CPU)."""
     source = DummySource(TINY, 0, torch.float16)
     weights = [
         load_rank(graph.weights, source, r, "cpu", torch.float16, quantization) for r in range(tp)
@@ -47,10 +46,32 @@ def test_bytes_are_those_of_the_lowered_launches(phase, rows, tp, quantization):
     sizes = Sizes(
         slots=2, rows=2, tokens=16, max_model_len=32, arena_bytes=buffers.arena_bytes, gemm=gemm
     )
-    ranks = allocate_ranks(TINY, weights, [torch.device("cpu")] * tp, torch.float16, sizes, tp)
+    return buffers, allocate_ranks(
+        TINY, weights, [torch.device("cpu")] * tp, torch.float16, sizes, tp
+    )
+
+
+@pytest.mark.parametrize("phase,rows", [("decode", 2), ("prefill", 16)])
+@pytest.mark.parametrize("tp,quantization", [(1, None), (2, None), (2, "fp8")])
+def test_bytes_are_those_of_the_lowered_launches(phase, rows, tp, quantization):
+    graph = run_passes(build(TINY, phase=phase, rows=rows, tp=tp))
+    buffers, ranks = tiny_ranks(graph, tp, quantization)
     for launch in lower(graph, buffers, ranks[0], pdl=False):
         cost = op_cost(launch.op, graph, quantization == "fp8", context=8)
         assert cost.weight_bytes + cost.activation_bytes == launch.bytes, launch
+
+
+def test_bare_pushes_lower_to_the_sites_and_messages_of_the_fused_ones():
+    """What `engine.profiling` leaves in place of a stage whose GEMV sends (no kernel runs here)."""
+    graph = run_passes(build(TINY, phase="decode", rows=2, tp=2))
+    _, ranks = tiny_ranks(graph, 2)
+    pushes, buffers = bare_pushes(graph, 2)
+    launches = lower(pushes, buffers, ranks[1], pdl=True)
+    fused = [op for op in graph.ops if op.attrs.get("epilogue") == "push"]
+    assert len(fused) == 2 * TINY.num_layers
+    for launch, op in zip(launches, fused, strict=True):
+        assert launch.kernel == "push" and launch.op.attrs["site"] == op.attrs["site"]
+        assert launch.op.out == op.out and launch.op.stage == op.stage
 
 
 def test_costs_of_a_72b_decode_step_by_hand():
