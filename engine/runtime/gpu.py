@@ -162,8 +162,8 @@ class GpuExecutor:
 
     def read(self, step: int) -> list[int]:
         if self._read_step in self._replaced:
-            self._replaced.remove(self._read_step)
-            self._take(self._read_step)
+            self._take(self._read_step)  # an interrupted wait begins again
+            self._replaced.discard(self._read_step - 1)
         return self._take(step)
 
     def _take(self, step: int) -> list[int]:
