@@ -14,6 +14,7 @@ from engine.graph.interpret import Interpreter, StepInput
 from engine.graph.ir import Graph
 from engine.graph.passes import run_passes
 from engine.runtime.state import RankState, new_state
+from tests.unit.checkpoint_fixtures import edit_json, fp8_config
 
 # 28 query heads in groups of 7 as in Qwen2.5-7B; the MLP is no multiple of 128; the vocabulary divides
 # by no TP degree. Llama: 8 KV heads, so that it splits over 8 ranks; tied embeddings in one of them.
@@ -25,7 +26,22 @@ SHAPES = {
     "qwen2-gqa8": dict(hidden_size=64, num_attention_heads=16, num_key_value_heads=2, head_dim=16,
                        intermediate_size=232, vocab_size=203, num_hidden_layers=2,
                        tie_word_embeddings=True),
+    # head_dim is not hidden / heads; 4 KV heads are replicated at TP 8.
+    "qwen3": dict(hidden_size=80, num_attention_heads=16, num_key_value_heads=4, head_dim=32,
+                  intermediate_size=216, vocab_size=301, num_hidden_layers=2, tie_word_embeddings=False),
+    "mistral": dict(hidden_size=96, num_attention_heads=16, num_key_value_heads=2, head_dim=16,
+                    intermediate_size=248, vocab_size=211, num_hidden_layers=2, sliding_window=None,
+                    tie_word_embeddings=False),
+    "llama-llama3": dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+                         intermediate_size=136, vocab_size=173, num_hidden_layers=2, tie_word_embeddings=True,
+                         rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0,
+                                              high_freq_factor=4.0, original_max_position_embeddings=32)),
+    "qwen2-yarn": dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16,
+                       intermediate_size=136, vocab_size=173, num_hidden_layers=2, tie_word_embeddings=False,
+                       rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0,
+                                            original_max_position_embeddings=16)),
 }  # fmt: skip
+FP8_KINDS = ("channel", "tensor", "scalar", "block")
 
 
 def save_model(shape: str, folder: Path, seed: int = 0, overrides: dict | None = None):
@@ -33,15 +49,14 @@ def save_model(shape: str, folder: Path, seed: int = 0, overrides: dict | None =
 
     Matrices have entries of 1.7 / sqrt(fan-in), so that activations and logits are of size 1 to 10.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    qwen = shape.startswith("qwen2")
+    name = shape.partition("-")[0].capitalize()
     config_class, model_class = (
-        (Qwen2Config, Qwen2ForCausalLM) if qwen else (LlamaConfig, LlamaForCausalLM)
+        getattr(transformers, f"{name}{kind}") for kind in ("Config", "ForCausalLM")
     )
-    config = config_class(
-        **(overrides or SHAPES[shape]), max_position_embeddings=256, rms_norm_eps=1e-5
-    )
+    values = {"max_position_embeddings": 256, "rms_norm_eps": 1e-5}
+    config = config_class(**(values | (overrides or SHAPES[shape])))
     torch.manual_seed(seed)
     model = model_class(config).float().eval()
     with torch.no_grad():
@@ -51,6 +66,33 @@ def save_model(shape: str, folder: Path, seed: int = 0, overrides: dict | None =
             parameter.copy_(1 + 0.2 * noise if "norm" in name else size * noise)
     model.save_pretrained(folder)
     return model
+
+
+def store_fp8(model, folder: Path, kind: str, block: int = 32) -> None:
+    """Rewrite a saved model's linear layers in FP8 (kinds of `tests.unit.checkpoint_fixtures.fp8_config`) and give
+    `model` the values that are now stored, so that it is the exact reference of the files."""
+    from safetensors.torch import load_file, save_file
+
+    stored = load_file(folder / "model.safetensors")
+    parameters = dict(model.named_parameters())
+    for name in [n for n in stored if n.endswith("_proj.weight")]:
+        w = stored[name].float()
+        rows, cols = w.shape
+        if kind == "block":
+            tiles = torch.nn.functional.pad(w, (0, -cols % block, 0, -rows % block))
+            tiles = tiles.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+            scale = tiles.abs().amax((1, 3)) / 448
+            wide = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :cols]
+            stored[f"{name}_scale_inv"] = scale
+        else:
+            scale = w.abs().amax(1, keepdim=True) if kind == "channel" else w.abs().amax().view(1)
+            wide = scale = scale / 448
+            stored[f"{name}_scale"] = scale[0] if kind == "scalar" else scale
+        stored[name] = (w / wide).to(torch.float8_e4m3fn)
+        with torch.no_grad():
+            parameters[name].copy_(stored[name].float() * wide)
+    save_file(stored, folder / "model.safetensors")
+    edit_json(folder / "config.json", quantization_config=fp8_config(kind, block))
 
 
 class Lockstep:
@@ -89,7 +131,7 @@ class Lockstep:
         return Interpreter(graph, self.weights, self.states).run(step)
 
     def prefill(self, slot: int, ids: list[int], start: int = 0, logits: str = "last"):
-        graph = self.graph("prefill", 64, logits)
+        graph = self.graph("prefill", max(64, len(ids)), logits)
         prompt = torch.tensor(ids, dtype=torch.int32)
         return self.run(graph, StepInput(prompt=prompt, request=(slot, start, len(ids))))
 

@@ -24,14 +24,10 @@ def folders(tmp_path_factory):
 
 
 def cases():
-    from engine.config import TP_DEGREES
-
     for shape, kwargs in SHAPES.items():
         heads, kv = kwargs["num_attention_heads"], kwargs["num_key_value_heads"]
         for tp in (1, 2, 4, 8):
-            group = heads // kv
-            splits = heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
-            if splits and not (tp > kv and group % (heads // tp)) and tp in TP_DEGREES:
+            if heads % tp == 0 and (kv % tp == 0 or tp % kv == 0):
                 for fused in (False, True):
                     yield pytest.param(
                         shape, tp, fused, id=f"{shape}-tp{tp}-{'fused' if fused else 'raw'}"

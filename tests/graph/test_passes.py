@@ -36,7 +36,7 @@ def test_every_preset_compiles_and_verifies(name, tp, phase, rows, logits):
     assert [stage for stage, _ in stages] == ["build", *(p.__name__ for p in PASSES)]
     kinds = Counter(op.kind for op in final.ops)
     # A finished graph holds only what lowering knows.
-    assert not set(kinds) & {"rope", "kv_append", "all_reduce", "sample", "add"} - (
+    assert not set(kinds) & {"rope", "head_norm", "kv_append", "all_reduce", "sample", "add"} - (
         {"add"} if tp == 1 else set()
     )
     assert kinds["push"] == (0 if phase == "decode" or tp == 1 else kinds["poll_residual"])
@@ -48,6 +48,20 @@ def test_launches_per_decode_layer(tp, launches):
     final = run_passes(graph_of("qwen2.5-72b", tp, "decode", 1))
     per_layer = Counter(op.layer for op in final.ops if op.layer is not None)
     assert per_layer == {0: launches, 1: launches, 2: launches}
+
+
+@pytest.mark.parametrize("tp,launches", [(1, 6), (2, 8)])
+def test_qk_norm_takes_rope_out_of_the_gemv(tp, launches):
+    """One launch more a layer: the qkv GEMV stores, rope_append normalises a whole head. Gains follow the rows."""
+    final = run_passes(graph_of("qwen3-8b", tp, "decode", 4))
+    layer = [op for op in final.ops if op.layer == 1]
+    assert len(layer) == launches
+    qkv, rope = layer[:2]
+    assert qkv.attrs["role"] == "qkv" and "epilogue" not in qkv.attrs and qkv.find("norm")
+    assert rope.kind == "rope_append" and rope.attrs["style"] == "pairs"
+    for role in ("q_norm", "k_norm"):
+        (part,) = final.weights[rope.input(role).name].parts
+        assert (part.layout, part.head_dim, part.shape) == ("rope_pairs", 128, (128,))
 
 
 @pytest.mark.parametrize("phase,rows,logits", PHASES)
