@@ -5,8 +5,10 @@ exact, so FP8 runs on the 16-bit tensor cores: W8A16), accumulation fp32. T is t
 16 to 8192 rows; rows past the request are computed like the others and never change a real row's
 bits.
 
-Three kernels: gemm_kernel.py (Triton; also the interpreter's), gemm_async.py (Gluon, FP8 weights)
-and the library's GEMM.
+x may also be e4m3 with an fp32 scale a row, beside an FP8 w: then the products are FP8 too (W8A8).
+
+Four kernels: gemm_kernel.py (Triton; also the interpreter's), gemm_async.py (Gluon, FP8 weights),
+gemm_fp8.py (W8A8) and the library's GEMM.
 
 N x K per rank (7B | 72B):
             TP 1            TP 2          TP 1            TP 2          TP 4          TP 8
@@ -30,7 +32,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.errors import EngineError
-from engine.kernels import gemm_async
+from engine.kernels import gemm_async, gemm_fp8
 from engine.kernels.epilogue import Epilogue, Residual, SiluMul, Store
 from engine.kernels.gemm_kernel import gemm_kernel
 from engine.kernels.silu import silu_mul
@@ -38,12 +40,13 @@ from engine.kernels.sync import INTERPRET
 
 KEY_FIELDS = ("t", "n", "k", "weight_dtype")
 NEAREST_FIELD = "t"  # every configuration is valid at every T
-SOURCES = ("gemm.py", "gemm_kernel.py", "gemm_async.py")
+SOURCES = ("gemm.py", "gemm_kernel.py", "gemm_async.py", "gemm_fp8.py")
 
 GemmEpilogue = Store | Residual | SiluMul
 
 _TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _FP8 = torch.float8_e4m3fn
+W8A8 = "w8a8"  # weight_dtype of a key whose x is FP8 as well, and the kernel that takes it
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class GemmConfig:
     """One way to run the GEMM. Powers of two except `stages` and `split_k`."""
 
     kernel: str = (
-        "triton"  # "triton", "async" (FP8 weights, gemm_async.py), "cublas" (16-bit weights)
+        "triton"  # or "async" (FP8 weights), "w8a8" (FP8 weights and x), "cublas" (16-bit weights)
     )
     block_t: int = 128  # rows of x in a tile
     block_n: int = 128  # weight rows in a tile
@@ -64,6 +67,7 @@ class GemmConfig:
     split_k: int = 1  # > 1 needs a workspace
     group: int = 8  # token tiles that run next to each other on one weight tile
     tma: bool = True  # tensor-memory-accelerator loads where alignment allows
+    promote: int = 0  # "w8a8": products summed by the tensor cores' 14 bits before fp32; 0: all
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,11 @@ def workspace(
 def heuristic(
     t: int, n: int, k: int, weight_dtype: str | torch.dtype, sm_count: int = 132
 ) -> GemmConfig:
-    """Configuration for a shape no table knows: fills the SMs, then keeps tiles large."""
+    """Configuration for a shape no table knows: fills the SMs, then keeps tiles large.
+
+    weight_dtype: "w8a8" where x is FP8 too."""
+    if weight_dtype == W8A8:
+        return _heuristic_w8a8(t, n, k, sm_count)
     fp8 = weight_dtype in ("fp8", _FP8)
     kernel = "async" if fp8 else "triton"
     if t <= 64:
@@ -134,6 +142,25 @@ def heuristic(
     )  # fmt: skip
 
 
+def _heuristic_w8a8(t: int, n: int, k: int, sm_count: int) -> GemmConfig:
+    """Least tile areas (of 128 x 128) that one SM works off, at what a smaller tile or a split adds."""
+    blocks = triton.cdiv(k, 128)
+    # block_t, block_n, warps, stages, split, price of an area
+    options = [(128, 256, 8, 4, 1, 1.0), (128, 128, 8, 3, 1, 1.1), (64, 128, 4, 3, 1, 1.4)]
+    options += [(128, 128, 8, 3, split, 1.2) for split in (2, 3, 4) if blocks // split >= 8]
+
+    def cost(option: tuple[int, int, int, int, int, float]) -> float:
+        block_t, block_n, _, _, split, price = option
+        tiles = triton.cdiv(t, block_t) * triton.cdiv(n, block_n) * split
+        return triton.cdiv(tiles, sm_count) * block_t * block_n / split * price
+
+    block_t, block_n, warps, stages, split, _ = min(options, key=cost)
+    return GemmConfig(
+        W8A8, block_t=block_t, block_n=block_n, block_k=128, warps=warps, stages=stages,
+        split_k=split,
+    )  # fmt: skip
+
+
 def gemm(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -141,6 +168,7 @@ def gemm(
     *,
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
     config: GemmConfig,
     workspace: GemmWorkspace | None = None,
     pdl: bool = False,
@@ -148,14 +176,18 @@ def gemm(
     """Run y = x @ w^T * scale + bias and its epilogue on the current stream.
 
     x [T, K] bf16 or fp16, w [N, K] the same dtype or float8_e4m3fn, unit stride along K; scale fp32
-    [N]; bias [N]. Epilogue: Store, Residual or SiluMul; outputs have unit stride along N.
+    [N]; bias [N]. Or x and w float8_e4m3fn with x_scale fp32 [T]: y = (x @ w^T) * x_scale * scale.
+    Epilogue: Store, Residual or SiluMul; outputs have unit stride along N.
+    A configuration for the other kind of x is replaced by the heuristic's.
     Without a workspace a split-K configuration runs unsplit, and cuBLAS + SiluMul runs on Triton.
     "async" runs on Triton too where it cannot (16-bit weights, rows not 16-byte aligned, the
     interpreter). Raises EngineError for an epilogue, a dtype or a shape it does not do.
     """
     t, k = x.shape
     n = w.shape[0]
-    epilogue = _checked(x, w, epilogue)
+    epilogue = _checked(x, w, epilogue, scale, x_scale)
+    if (config.kernel == W8A8) != (x.dtype == _FP8):
+        config = heuristic(t, n, k, W8A8 if x.dtype == _FP8 else w.dtype)
     if config.kernel == "cublas" and _cublas(x, w, epilogue, scale, bias, workspace, pdl):
         return
     if config.kernel == "cublas":
@@ -175,6 +207,14 @@ def gemm(
     partials = out if workspace is None else workspace.partials
     tickets = out if workspace is None else workspace.tickets
     kind = _EPILOGUES[type(epilogue)]
+    if x_scale is not None and scale is not None:
+        gemm_fp8.launch(
+            x, w, out, residual, x_scale, scale, bias, partials, tickets,
+            blocks=(config.block_t, config.block_n, config.block_k), warps=config.warps,
+            stages=config.stages, group=config.group, split=split, promote=config.promote, tma=tma,
+            epilogue=kind, pdl=pdl,
+        )  # fmt: skip
+        return
     if config.kernel == "async" and tma and w.dtype == _FP8 and scale is not None and not INTERPRET:
         gemm_async.launch(
             x, w, out, residual, scale, bias, partials, tickets,
@@ -199,15 +239,23 @@ def gemm(
 _EPILOGUES: dict[type, int] = {Store: 0, Residual: 1, SiluMul: 2}
 
 
-def _checked(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> GemmEpilogue:
+def _checked(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    epilogue: Epilogue,
+    scale: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+) -> GemmEpilogue:
     if not isinstance(epilogue, GemmEpilogue):
         raise EngineError(
             f"gemm: no {type(epilogue).__name__} epilogue; it has Store, Residual, SiluMul"
         )
-    if x.dtype not in _TL_DTYPE or w.dtype not in (x.dtype, _FP8):
+    if x.dtype not in (*_TL_DTYPE, _FP8) or w.dtype not in (x.dtype, _FP8):
         raise EngineError(
-            f"gemm: x {x.dtype} with w {w.dtype}; x is bf16 or fp16, w the same or e4m3"
+            f"gemm: x {x.dtype} with w {w.dtype}; x is bf16, fp16 or e4m3, w the same or e4m3"
         )
+    if (x.dtype == _FP8) != (x_scale is not None) or (x_scale is not None and scale is None):
+        raise EngineError("gemm: an e4m3 x needs x_scale and scale, and only that takes x_scale")
     columns = w.shape[0] // 2 if isinstance(epilogue, SiluMul) else w.shape[0]
     if x.shape[1] != w.shape[1] or tuple(epilogue.out.shape) != (x.shape[0], columns):
         raise EngineError(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 import triton
 
-from engine.kernels.gemm import GemmConfig
+from engine.kernels.gemm import W8A8, GemmConfig
 
 SHARED_MEMORY = 227 * 1024  # bytes a program may use on an H100 or H200
 _FP8 = ("fp8", torch.float8_e4m3fn)
@@ -22,9 +22,12 @@ def candidates(
     t: int, n: int, k: int, weight_dtype: str | torch.dtype, sm_count: int = 132
 ) -> list[GemmConfig]:
     """Configurations to time for x [t, k] @ w [n, k]^T, most promising kinds first, no
-    duplicates."""
-    fp8 = weight_dtype in _FP8
-    shapes = _small(t, fp8) if t <= 128 else _large(t, fp8)
+    duplicates. weight_dtype "w8a8": FP8 weights and FP8 x."""
+    fp8 = weight_dtype in (*_FP8, W8A8)
+    if weight_dtype == W8A8:
+        shapes = _w8a8()
+    else:
+        shapes = _small(t, fp8) if t <= 128 else _large(t, fp8)
     found: dict[GemmConfig, None] = {}
     if not fp8:
         found[GemmConfig(kernel="cublas")] = None
@@ -40,7 +43,7 @@ def shared_bytes(config: GemmConfig, fp8: bool) -> int:
     """Pipeline buffers of one program, and the 16-bit copy of the weight tile where FP8 goes
     through memory."""
     weight = config.block_n * config.block_k * (1 if fp8 else 2)
-    stage = weight + config.block_t * config.block_k * 2
+    stage = weight + config.block_t * config.block_k * (1 if config.kernel == W8A8 else 2)
     copy = 2 * weight if fp8 and not config.swap and config.kernel == "triton" else 0
     return config.stages * stage + copy + 1024
 
@@ -102,6 +105,18 @@ def _large(t: int, fp8: bool) -> Iterator[GemmConfig]:
         yield GemmConfig(
             block_t=block_t, block_n=block_n, block_k=block_k, warps=warps, stages=stages, swap=swap
         )
+
+
+def _w8a8() -> Iterator[GemmConfig]:
+    """Bound by the FP8 tensor cores: 128 x 256 or 256 x 128 once a multiprocessor, smaller tiles
+    twice."""
+    for block_t, block_n, block_k, warps, stages in (
+        (128, 256, 128, 8, 4), (128, 256, 128, 8, 3), (256, 128, 128, 8, 4), (128, 128, 128, 8, 3),
+        (128, 128, 128, 4, 3), (128, 128, 128, 8, 4), (128, 128, 64, 8, 6), (128, 256, 64, 8, 6),
+        (64, 256, 128, 4, 3), (64, 128, 128, 4, 4),
+    ):  # fmt: skip
+        for group in (8,) if block_t == 64 else (8, 32):
+            yield GemmConfig(W8A8, block_t, block_n, block_k, warps, stages, group=group)
 
 
 def _splits(config: GemmConfig, t: int, n: int, k: int, sm_count: int) -> Iterator[int]:

@@ -1,7 +1,7 @@
-"""Makes Triton's interpreter round fp32 -> bf16 as the GPU does, and faster.
+"""Makes Triton's interpreter round fp32 -> bf16 and e4m3 as the GPU does, and faster.
 
 Triton 3.6 truncates there (`_convert_float` with no rounding mode); `cvt.rn.bf16.f32` rounds to
-nearest even. Call `prepare()` before the first kernel module is imported: the conftest does, and so
+nearest even, `cvt.rn.satfinite.e4m3x2.f32` too, and saturates. Call `prepare()` before the first kernel module is imported: the conftest does, and so
 do the rank processes.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import torch
 
 
 def prepare(cuda: bool) -> None:
@@ -32,6 +33,12 @@ def prepare(cuda: bool) -> None:
             # A NaN must not carry into infinity: keep its top bits and make it quiet.
             result = np.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)
             return result.astype(np.uint16).reshape(data.shape)
+        if source == tl.float32 and target == tl.float8e4nv:  # the original truncates subnormals
+            value = torch.from_numpy(np.array(data, dtype=np.float32)).clamp(-448, 448)
+            return value.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(data.shape)
+        if source == tl.float8e4nv and target == tl.float32:  # the original reads NaN as 480
+            codes = torch.from_numpy(np.array(data).view(np.uint8))
+            return codes.view(torch.float8_e4m3fn).float().numpy().view(np.uint32)
         if source == tl.bfloat16 and target == tl.float32:
             wide = np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16
             return wide.reshape(data.shape)
