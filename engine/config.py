@@ -77,9 +77,15 @@ class EngineConfig:
     )
     quantization: str | None = _option(
         None,
-        "fp8: e4m3 weights with one scale per output channel, 16-bit activations",
+        "fp8: e4m3 weights with one scale per output channel; activations see --prefill-activations",
         flags=("-q", "--model-format"),
         choices=("fp8",),
+    )
+    prefill_activations: str | None = _option(
+        None,
+        "what prefill multiplies FP8 weights by, from 128 tokens on: fp8 (one scale a token, twice the "
+        "rate; default on CUDA) or 16bit; decode always has 16-bit activations",
+        choices=("16bit", "fp8"),
     )
     load_format: str = _option(
         "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from engine.config import ModelConfig, ShardShape
@@ -19,6 +20,7 @@ def build(
     tp: int,
     logits: Logits = "last",
     shard_of: int | None = None,
+    fp8_prefill: bool = False,
 ) -> Graph:
     """Unfused graph of one step.
 
@@ -28,9 +30,12 @@ def build(
     (a chunk that is not the prompt's last).
     shard_of: give each of the `tp` ranks the shard of a larger TP degree (speed measurements on fewer
     GPUs; the ranks then hold only part of the model and the text is meaningless).
+    fp8_prefill: quantizable weights are FP8, and prefill may multiply FP8 by FP8
+    (passes/quantize_prefill.py).
     Raises EngineError when the model cannot be split over `tp` ranks.
     """
-    return _Builder(config, phase, rows, tp, shard_of or tp).build(logits)
+    graph = _Builder(config, phase, rows, tp, shard_of or tp).build(logits)
+    return replace(graph, fp8_prefill=fp8_prefill)
 
 
 class _Builder:

@@ -80,7 +80,8 @@ def dump_graph(
         def observe(name: str, graph: Graph) -> None:
             out.append(f"== after {name}\n{format_graph(graph)}")
 
-        unfused = build(config, phase=phase, rows=count, tp=tp)  # type: ignore[arg-type]
+        fp8 = quantization == "fp8"
+        unfused = build(config, phase=phase, rows=count, tp=tp, fp8_prefill=fp8)  # type: ignore[arg-type]
         final = run_passes(unfused, observe)
         buffers = plan(final, act_bytes=2)
         out.append(

@@ -29,7 +29,7 @@ def choice(
         (n, k), rows = op.input("w").shape, op.input("x").shape[0]
         facts = {
             "n": n, "k": k, "t": rows, "rows": rows, "tp": graph.tp,
-            "weight_dtype": weight_dtype(op.input("w").name),
+            "weight_dtype": "w8a8" if op.find("x_scale") else weight_dtype(op.input("w").name),
             "epilogue": op.attrs.get("epilogue", "store"),
         }  # fmt: skip
         return ("gemm" if rows > GEMV_MAX_ROWS else "gemv"), facts

@@ -22,6 +22,7 @@ from engine.kernels.gather_row import gather_row_ref
 from engine.kernels.gemm import linear_ref
 from engine.kernels.norm import rmsnorm_ref
 from engine.kernels.prefill_attention import prefill_attention_ref
+from engine.kernels.quantize_rows import quantize_rows_ref, rmsnorm_quantize_ref
 from engine.kernels.silu import silu_mul_ref
 from engine.runtime.controls import count_tokens, reference_arguments
 from engine.runtime.state import RankState
@@ -81,8 +82,8 @@ class Interpreter:
         for op, handler, dead in zip(self.graph.ops, self._handlers, self._dead):
             for rank, env in enumerate(self.env):
                 result = handler(op, rank)
-                if op.outputs and result is not None:
-                    env[op.outputs[0]] = result
+                if result is not None:
+                    env.update(zip(op.outputs, result if isinstance(result, tuple) else (result,)))
             for env in self.env:
                 for value in dead:
                     env.pop(value, None)
@@ -141,10 +142,20 @@ class Interpreter:
             self._read(op, "x", rank), self._read(op, "weight", rank), op.attrs["eps"]
         )
 
+    def _quantize_rows(self, op: Op, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_rows_ref(self._read(op, "x", rank))
+
+    def _rmsnorm_quantize(self, op: Op, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return rmsnorm_quantize_ref(
+            self._read(op, "x", rank), self._read(op, "weight", rank), op.attrs["eps"]
+        )
+
     def _linear(self, op: Op, rank: int) -> torch.Tensor | None:
         x = self._read(op, "x", rank)
         if op.find("norm") is not None:
             x = rmsnorm_ref(x, self._read(op, "norm", rank), op.attrs["norm_eps"])
+        if op.find("x_scale") is not None:
+            x = x.float() * self._read(op, "x_scale", rank)[:, None]
         loaded = self.weights[rank][op.input("w").name]
         bias = self._read(op, "bias", rank) if op.find("bias") is not None else None
         if op.out.dtype == "f32" and loaded.weight.dtype == torch.float32:
@@ -153,6 +164,8 @@ class Interpreter:
             y = linear(x, loaded.weight, bias)  # BLAS accumulates 16-bit products in fp32
         else:
             y = linear_ref(x, loaded.weight, loaded.scale, bias)
+        if op.find("x_scale") is not None:
+            y = y.to(self._act(rank))
         epilogue = op.attrs.get("epilogue", "store")
         if epilogue == "silu_mul":
             return silu_mul_ref(y)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from engine.weights import WeightSpec
 
 Sharding = Literal["replicated", "sharded", "partial"]
-Dtype = Literal["act", "f32", "i32"]
+Dtype = Literal["act", "f32", "i32", "fp8"]
 Kind = Literal["temp", "weight", "state", "input"]
 Phase = Literal["decode", "prefill"]
 
@@ -24,7 +24,10 @@ OP_KINDS: dict[str, str] = {
     "embedding": "y[n,H] = table[tokens]",
     "rmsnorm": "y = x / rms(x) * weight",
     "linear": "y[n,N] = x[n,K] @ w[N,K]^T (+ bias); attrs norm_eps: x is RMS-normalised with the "
-    "norm weight first; epilogue: store | silu_mul | rope_append | residual | push",
+    "norm weight first; epilogue: store | silu_mul | rope_append | residual | push; with an x_scale "
+    "[n], x is FP8",
+    "quantize_rows": "y, scale[n] = x / scale as FP8, max |x| / 448 of each row",
+    "rmsnorm_quantize": "the same of rmsnorm(x)",
     "head_norm": "y = x / rms(x) * weight over each head of q or k (QK-norm)",
     "rope": "rotate q or k by position (style half or pairs)",
     "kv_append": "write k, v at the rows' positions",
@@ -120,6 +123,7 @@ class Graph:
     weights: dict[str, WeightSpec]
     output: Value | None  # logits [rows, V] of this rank, None for a prefill chunk without lm_head
     passes: tuple[str, ...] = ()
+    fp8_prefill: bool = False  # quantizable weights are FP8, and long prefills may make x FP8 too
 
     def consumers(self) -> dict[Value, list[int]]:
         """Value -> indices of the ops that read it."""

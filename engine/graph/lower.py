@@ -24,6 +24,7 @@ from engine.kernels.gemm import gemm
 from engine.kernels.gemv import gemv
 from engine.kernels.norm import rmsnorm
 from engine.kernels.prefill_attention import prefill_attention
+from engine.kernels.quantize_rows import FP8, quantize_rows, rmsnorm_quantize
 from engine.kernels.rope_append import rope_append
 from engine.runtime.rank import Rank
 from engine.tune.choose import choose
@@ -78,7 +79,8 @@ class _Lowering:
     # Helpers
 
     def _tensor(self, value: Value, offset: int) -> torch.Tensor:
-        dtype = {"act": self.rank.dtype, "f32": torch.float32, "i32": torch.int32}[value.dtype]
+        wide = {"act": self.rank.dtype, "f32": torch.float32, "i32": torch.int32, "fp8": FP8}
+        dtype = wide[value.dtype]
         size = value_bytes(value, self.rank.dtype.itemsize)
         return self.rank.arena[offset : offset + size].view(dtype).view(value.shape)
 
@@ -149,6 +151,15 @@ class _Lowering:
         x, weight, out = self._in(op, "x"), self._in(op, "weight"), self.tensors[op.out]
         return self._launch(op, rmsnorm, x, weight, out, eps=op.attrs["eps"])
 
+    def _quantize_rows(self, op: Op) -> Launch:
+        x8, scale = (self.tensors[value] for value in op.outputs)
+        return self._launch(op, quantize_rows, self._in(op, "x"), x8, scale)
+
+    def _rmsnorm_quantize(self, op: Op) -> Launch:
+        x, weight = self._in(op, "x"), self._in(op, "weight")
+        x8, scale = (self.tensors[value] for value in op.outputs)
+        return self._launch(op, rmsnorm_quantize, x, weight, x8, scale, eps=op.attrs["eps"])
+
     def _linear(self, op: Op) -> Launch:
         loaded = self.rank.weights[op.input("w").name]
         x = self._in(op, "x")
@@ -157,15 +168,11 @@ class _Lowering:
         detail = f"+{type(epilogue).__name__}"
         shared: dict[str, Any] = {"scale": loaded.scale, "bias": bias}
         if x.shape[0] > GEMV_MAX_ROWS:
+            x_scale = self._in(op, "x_scale") if op.find("x_scale") is not None else None
             return self._launch(
-                op,
-                gemm,
-                x,
-                loaded.weight,
-                epilogue,
-                **shared,
-                detail=detail,
-            )
+                op, gemm, x, loaded.weight, epilogue, **shared, x_scale=x_scale,
+                workspace=self.rank.gemm_workspace, detail=detail,
+            )  # fmt: skip
         norm = self._in(op, "norm") if op.find("norm") is not None else None
         return self._launch(
             op, gemv, x, loaded.weight, epilogue, **shared, norm_weight=norm,

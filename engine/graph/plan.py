@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.graph.ir import Graph, Op, Value
 
 ALIGN = 256  # bytes; keeps every row of every buffer 16-byte aligned for vector loads
-ITEMSIZE = {"f32": 4, "i32": 4}
+ITEMSIZE = {"f32": 4, "i32": 4, "fp8": 1}
 # Outputs that have no arena buffer: they live in exchange slots, argmax workspaces or the state.
 _ELSEWHERE = {"push", "sample", "argmax_partial", "argmax_push", "argmax_poll", "argmax_finish"}
 _ELSEWHERE |= {"sample_adjust", "sample_push", "sample_gather", "sample_search", "sample_pick"}

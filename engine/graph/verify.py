@@ -63,6 +63,8 @@ def _check_op(op: Op, tp: int, where: str) -> None:
             raise GraphError(
                 f"{where}: x {shapes['x']} @ w {shapes['w']} -> {op.out.shape} ({epilogue})"
             )
+        if (op.input("x").dtype == "fp8") != ("x_scale" in shapes):
+            raise GraphError(f"{where}: an FP8 x needs x_scale, and only that takes one")
         # A contraction over a sharded axis gives a partial sum, and only that does.
         split_k = op.input("x").sharding == "sharded"
         summed = op.out.sharding == "partial"
@@ -81,9 +83,13 @@ def _check_op(op: Op, tp: int, where: str) -> None:
             raise GraphError(
                 f"{where}: {op.input('x')} is {op.input('x').sharding}, not a partial sum"
             )
-    elif op.kind == "rmsnorm":
+    elif op.kind in {"rmsnorm", "rmsnorm_quantize"}:
         if op.input("x").sharding != "replicated" or shapes["weight"] != shapes["x"][-1:]:
             raise GraphError(f"{where}: a norm needs whole rows: {shapes}")
+        if op.kind == "rmsnorm_quantize":
+            _check_quantized(op, where)
+    elif op.kind == "quantize_rows":
+        _check_quantized(op, where)
     elif op.kind == "head_norm":
         if shapes["weight"] != (op.attrs["head_dim"],) or shapes["x"] != op.out.shape:
             raise GraphError(f"{where}: {shapes} -> {op.out.shape}")
@@ -92,3 +98,14 @@ def _check_op(op: Op, tp: int, where: str) -> None:
             raise GraphError(f"{where}: a norm over heads of {op.attrs['head_dim']}: {shapes}")
     elif op.kind == "silu_mul" and "x" in shapes and shapes["x"][1] != 2 * op.out.shape[1]:
         raise GraphError(f"{where}: {shapes['x']} -> {op.out.shape}")
+
+
+def _check_quantized(op: Op, where: str) -> None:
+    x8, scale = op.outputs
+    x = op.input("x")
+    if (x8.shape, x8.dtype, scale.shape, scale.dtype) != (x.shape, "fp8", x.shape[:1], "f32"):
+        raise GraphError(
+            f"{where}: {x.shape} -> {x8.dtype} {x8.shape}, {scale.dtype} {scale.shape}"
+        )
+    if not x8.sharding == scale.sharding == x.sharding:
+        raise GraphError(f"{where}: {x.sharding} -> {x8.sharding}, {scale.sharding}")

@@ -74,6 +74,10 @@ class _Model:
         specs = run_passes(
             build(self.config, phase="decode", rows=1, tp=tp, shard_of=shard_of)
         ).weights
+        return self.adapt(specs)
+
+    def adapt(self, specs: dict[str, WeightSpec]) -> dict[str, WeightSpec]:
+        """The specs as the checkpoint stores them: its `ignore` list is not quantised."""
         return (
             self.source.index.adapt(specs) if isinstance(self.source, CheckpointSource) else specs
         )
@@ -147,6 +151,10 @@ def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecuto
 
     tp = engine.tensor_parallel_size
     config.shard(tp)
+    if engine.prefill_activations == "fp8":
+        raise EngineError(
+            "--prefill-activations fp8 works on CUDA devices; the CPU runs dequantised weights"
+        )
     if engine.shard_of:
         raise EngineError("--shard-of measures speed on GPUs; it means nothing with --device cpu")
     phases = Phases()
@@ -201,6 +209,7 @@ def create_gpu_executor(
         graphs = compile_graphs(
             config, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
             prompt_logits_bucket=_prompt_logits_bucket(max_model_len), only=only,
+            fp8_prefill=_fp8_prefill(engine, model), adapt=model.adapt,
         )  # fmt: skip
         tails = compile_tails(config, tp, rows=engine.max_num_seqs, shard_of=engine.shard_of)
         specs = model.specs(tp, engine.shard_of)
@@ -257,6 +266,14 @@ def _devices(engine: EngineConfig, tp: int) -> list[torch.device]:
     return [torch.device("cuda", rank % present) for rank in range(tp)]
 
 
+def _fp8_prefill(engine: EngineConfig, model: _Model) -> bool:
+    """Whether prefill multiplies FP8 by FP8. Raises EngineError when it is asked to and cannot."""
+    fp8 = model.quantization == "fp8"
+    if engine.prefill_activations == "fp8" and not fp8:
+        raise EngineError("--prefill-activations fp8 needs FP8 weights; set --quantization fp8")
+    return fp8 and engine.prefill_activations != "16bit"
+
+
 def _fit(
     engine: EngineConfig, model: _Model, devices: list[torch.device], buckets: Sequence[int]
 ) -> MemoryTable:
@@ -273,8 +290,9 @@ def _fit(
     ]  # fmt: skip
     for rows, logits in wanted:
         unfused = build(
-            config, phase="prefill", rows=rows, tp=tp, logits=logits, shard_of=engine.shard_of
-        )
+            config, phase="prefill", rows=rows, tp=tp, logits=logits, shard_of=engine.shard_of,
+            fp8_prefill=_fp8_prefill(engine, model),
+        )  # fmt: skip
         workspace = max(workspace, plan(run_passes(unfused), dtype.itemsize).arena_bytes)
     if tp > 1:  # two exchange slots of one message per rank
         workspace += 2 * tp * buckets[-1] * config.hidden_size * dtype.itemsize

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from engine.runtime.executor import check_prompt
 from engine.runtime.phases import Phases
 from engine.runtime.rank import Rank
 from engine.sampling import Controls
+from engine.weights import WeightSpec
 
 log = logging.getLogger("engine")
 
@@ -359,17 +361,23 @@ def compile_graphs(
     buckets: Sequence[int],
     shard_of: int | None,
     prompt_logits_bucket: int,
+    fp8_prefill: bool = False,
+    adapt: Callable[[dict[str, WeightSpec]], dict[str, WeightSpec]] = dict,
     only: Sequence[GraphKey] | None = None,
 ) -> dict[GraphKey, Graph]:
     """Every graph of a deployment: decode rows 1, 2, 4, 8 up to `rows`; prefill buckets; the largest bucket
     also without lm_head (chunks) and one bucket with logits of every position (prompt logprobs).
-    only: just these (tuning)."""
+    fp8_prefill: see graph/build.py. adapt: the specs as the checkpoint stores them. only: just these (tuning)."""
     wanted: list[GraphKey] = [("decode", n, "last") for n in (1, 2, 4, 8) if n <= decode_rows(rows)]
     wanted += [("prefill", size, "last") for size in buckets]
     wanted += [("prefill", buckets[-1], "none"), ("prefill", prompt_logits_bucket, "all")]
     graphs: dict[GraphKey, Graph] = {}
     for phase, size, logits in wanted if only is None else only:
-        unfused = build(config, phase=phase, rows=size, tp=tp, logits=logits, shard_of=shard_of)
+        unfused = build(
+            config, phase=phase, rows=size, tp=tp, logits=logits, shard_of=shard_of,
+            fp8_prefill=fp8_prefill,
+        )  # fmt: skip
+        unfused = replace(unfused, weights=adapt(unfused.weights))
         graphs[(phase, size, logits)] = run_passes(unfused)
     return graphs
 

@@ -108,9 +108,10 @@ class Lockstep:
         slots: int = 3,
         quantization: str | None = None,
         dtype: torch.dtype = torch.float32,
+        fp8_prefill: bool = False,
     ):
         self.config: ModelConfig = from_dir(folder)
-        self.tp, self.fused = tp, fused
+        self.tp, self.fused, self.fp8_prefill = tp, fused, fp8_prefill
         graph = self.graph("prefill", length, "all")
         source = CheckpointSource(folder)
         self.weights: list[dict[str, Loaded]] = [
@@ -124,7 +125,10 @@ class Lockstep:
         ]
 
     def graph(self, phase: str, rows: int, logits: str = "last") -> Graph:
-        graph = build(self.config, phase=phase, rows=rows, tp=self.tp, logits=logits)
+        graph = build(
+            self.config, phase=phase, rows=rows, tp=self.tp, logits=logits,
+            fp8_prefill=self.fp8_prefill,
+        )  # fmt: skip
         return run_passes(graph) if self.fused else graph
 
     def run(self, graph: Graph, step: StepInput):

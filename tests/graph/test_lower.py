@@ -41,11 +41,13 @@ def folders(tmp_path_factory):
 class Lowered:
     """Ranks on one device, launched in lockstep."""
 
-    def __init__(self, folder, tp, quantization=None):
+    def __init__(self, folder, tp, quantization=None, fp8_prefill=False):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.config = config = from_dir(folder)
         graphs = {
-            key: run_passes(build(config, phase=key[0], rows=key[1], tp=tp, logits=key[2]))
+            key: run_passes(
+                build(config, phase=key[0], rows=key[1], tp=tp, logits=key[2], fp8_prefill=fp8_prefill)
+            )
             for key in (("decode", 1, "last"), ("decode", 2, "last"), ("prefill", BUCKET, "last"),
                         ("prefill", BUCKET, "none"))
         }  # fmt: skip

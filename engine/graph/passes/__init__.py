@@ -13,6 +13,7 @@ from engine.graph.passes.lower_collectives import lower_collectives
 from engine.graph.passes.merge_gate_up import merge_gate_up
 from engine.graph.passes.merge_qkv import merge_qkv
 from engine.graph.passes.place_all_reduce import place_all_reduce
+from engine.graph.passes.quantize_prefill import quantize_prefill
 from engine.graph.passes.rope_pairs import rope_pairs
 from engine.graph.verify import verify
 
@@ -27,6 +28,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_norm,
     lower_collectives,
     fuse_epilogue,
+    quantize_prefill,
 )
 
 

@@ -24,7 +24,8 @@ def merge_gate_up(graph: Graph) -> Graph:
         specs = [weights.pop(name) for name in names]
         name = names[0].replace("gate_proj", "gate_up_proj")
         parts = tuple(part for spec in specs for part in spec.parts)
-        weights[name] = WeightSpec(name, parts, "interleave", specs[0].quantizable)
+        quantizable = all(spec.quantizable for spec in specs)
+        weights[name] = WeightSpec(name, parts, "interleave", quantizable)
         weight = Value(name, weights[name].local_shape(), "act", "sharded", "weight")
         rows, width = op.out.shape
         pairs = Value(f"l{op.layer}.gate_up", (rows, 2 * width), sharding="sharded")

@@ -54,7 +54,8 @@ def _merged(group: dict[str, Op], weights: dict[str, WeightSpec]) -> list[Op]:
         name = names[0].replace("q_proj", "qkv_proj")
         specs = [weights.pop(part) for part in names]
         parts = tuple(part for spec in specs for part in spec.parts)
-        weights[name] = WeightSpec(name, parts, quantizable=specs[0].quantizable)
+        quantizable = all(spec.quantizable for spec in specs)
+        weights[name] = WeightSpec(name, parts, quantizable=quantizable)
         values[which] = Value(name, weights[name].local_shape(), "act", "sharded", "weight")
     rows = roles[0].out.shape[0]
     width = sum(op.out.shape[1] for op in roles)
