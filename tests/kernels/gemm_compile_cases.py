@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from engine.kernels.gemm import GemmConfig, heuristic
 from engine.kernels.gemm_async import gemm_async_kernel
+from engine.kernels.gemm_fp8 import gemm_fp8_kernel
 from engine.kernels.gemm_kernel import gemm_kernel
 from engine.tune import gemm_space
 from tests.kernels.compile_sm90 import SIGNATURE, Report, compile_sm90
@@ -30,6 +31,8 @@ def compile_gemm(
     """Compile one variant as `gemm` would launch it on aligned tensors; bias with Store only."""
     if config.kernel == "async":
         return _compile_async(config, epilogue, act)
+    if config.kernel == "w8a8":
+        return _compile_w8a8(config, epilogue, act, tma)
     weight = "fp8e4nv" if fp8 else act
     signature = {
         "x": f"tensordesc<{act}[{config.block_t}, {config.block_k}]>" if tma else f"*{act}",
@@ -73,6 +76,29 @@ def _compile_async(config: GemmConfig, epilogue: str, act: str) -> Report:
             EPILOGUE=EPILOGUE[epilogue], HAS_BIAS=epilogue == "store", DTYPE=dtype, PDL=True,
         ),
         aligned=list(pointers), num_warps=config.warps, keep_text=True,
+    )  # fmt: skip
+
+
+def _compile_w8a8(config: GemmConfig, epilogue: str, act: str, tma: bool) -> Report:
+    blocks = {"x": (config.block_t, config.block_k), "w": (config.block_n, config.block_k)}
+    pointers = {
+        "out": SIGNATURE[act], "residual": SIGNATURE[act], "bias": SIGNATURE[act],
+        "x_scale": "*fp32", "scale": "*fp32", "partials": "*fp32", "tickets": "*i32",
+        **dict.fromkeys(_SIZES, "i32"),
+    }  # fmt: skip
+    operands = {
+        name: f"tensordesc<fp8e4nv[{rows}, {columns}]>" if tma else "*fp8e4nv"
+        for name, (rows, columns) in blocks.items()
+    }
+    return compile_sm90(
+        gemm_fp8_kernel, operands | pointers,
+        dict(
+            BT=config.block_t, BN=config.block_n, BK=config.block_k, GROUP=config.group,
+            SPLIT=config.split_k, TMA=tma, EPILOGUE=EPILOGUE[epilogue],
+            HAS_BIAS=epilogue == "store", PROMOTE=config.promote, PDL=True,
+        ),
+        aligned=list(pointers) if tma else [*operands, *pointers], num_warps=config.warps,
+        num_stages=config.stages, keep_text=True,
     )  # fmt: skip
 
 
@@ -126,6 +152,16 @@ def cases() -> dict[str, dict]:
             for config in (heuristic(t, n, k, kind), *space):
                 if config.kernel != "cublas":
                     wanted[(config, epilogue, fp8, "bf16", True)] = {}
+    shapes = {(c.block_t, c.block_n, c.block_k, c.warps, c.stages, c.split_k): c
+              for t, n, k in ((2048, 29568, 8192), (512, 4608, 3584))
+              for c in (*gemm_space.candidates(t, n, k, "w8a8"), heuristic(t, n, k, "w8a8"))}  # fmt: skip
+    for config in shapes.values():
+        for epilogue in EPILOGUE:
+            wanted[(config, epilogue, True, "bf16", True)] = {}
+    square = GemmConfig("w8a8", block_k=128, warps=8, stages=3)
+    wanted[(replace(square, promote=128), "residual", True, "bf16", True)] = {}
+    wanted[(square, "silu_mul", True, "fp16", True)] = {}
+    wanted[(square, "store", True, "bf16", False)] = {}
     base = GemmConfig(stages=3, warps=8)
     wide = GemmConfig(kernel="async", block_t=256, block_n=128, warps=8, stages=4)
     wanted[(wide, "residual", True, "bf16", True)] = {}

@@ -23,8 +23,10 @@ def test_no_spills_and_within_the_card(reports: dict[str, dict]) -> None:
 
 def test_warpgroup_tensor_cores_everywhere(reports: dict[str, dict]) -> None:
     for name, report in reports.items():
-        assert report["tensor_core"].get("HGMMA", 0) > 0, name
-        assert "HMMA" not in report["tensor_core"], name
+        # QGMMA: e4m3 x e4m3, twice the rate of HGMMA. HMMA: the instruction of earlier cards.
+        assert set(report["tensor_core"]) == {"QGMMA" if report["kernel"] == "w8a8" else "HGMMA"}, (
+            name
+        )
 
 
 def test_tiles_come_by_tma_or_16_byte_copies(reports: dict[str, dict]) -> None:
@@ -34,7 +36,7 @@ def test_tiles_come_by_tma_or_16_byte_copies(reports: dict[str, dict]) -> None:
         else:
             assert set(report["async_copies"]) == {"128"}, name
         allowed = {"128", "32"}  # 32: the ticket
-        if report["kernel"] == "async":
+        if report["kernel"] == "async" or "split_k=1" not in name:
             allowed.add("64")  # split-K partials, and SiLU pairs of a narrow tile
         assert set(report["global_stores"]) <= allowed, name
 

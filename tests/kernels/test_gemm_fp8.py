@@ -258,3 +258,15 @@ def test_norm_and_quantisation_in_one_pass_are_the_two_kernels_bit_for_bit(devic
     torch.testing.assert_close(scale, want_scale, rtol=2.0**-7, atol=0)
     back, want = x8.float() * scale[:, None], want8.float() * want_scale[:, None]
     assert ((back - want).abs() <= 2.0**-3 * want.abs() + want_scale[:, None] * 2.0**-9).all()
+
+
+def test_quantisation_compiled_for_the_card() -> None:
+    """16-byte loads, no spills, and the conversion that rounds to nearest even and saturates."""
+    from tests.kernels.compile_sm90 import run_compile_checks
+
+    reports = run_compile_checks("tests.kernels.quantize_compile_cases")
+    assert len(reports) == 6
+    for name, report in reports.items():
+        assert report["spill_store_bytes"] == report["local_accesses"] == 0, name
+        assert report["global_loads"]["128"] >= 1 and report["registers"] <= 128, name
+        assert "cvt.rn.satfinite.e4m3x2.f32" in report["ptx"], name
