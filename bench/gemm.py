@@ -27,11 +27,12 @@ from bench.rows import Rows
 from engine.config import preset
 from engine.kernels import gemm as op
 from engine.kernels.epilogue import Residual, SiluMul, Store
+from engine.kernels.quantize_rows import quantize_rows_ref
 from engine.kernels.silu import silu_mul_ref
 from engine.tune import cache_file, choose, gemm_space
 
 HBM = 4.29e12  # bytes/s, measured copy (shared/research/measured.md)
-PEAK = 989e12  # dense BF16 FLOP/s, datasheet
+PEAK = 989e12  # dense BF16 FLOP/s, datasheet; FP8 x FP8 twice that
 POOL_BYTES = 1 << 30
 COLD_BYTES = 200e6  # weights walked over by one replay, where copies fit
 
@@ -44,7 +45,15 @@ class Case:
     t: int
     n: int
     k: int
-    fp8: bool
+    dtype: str  # bf16, fp8 (weights; x 16-bit) or w8a8 (both)
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype != "bf16"
+
+    @property
+    def w8a8(self) -> bool:
+        return self.dtype == op.W8A8
 
     @property
     def epilogue(self) -> str:
@@ -53,12 +62,8 @@ class Case:
         return "Residual" if self.tp == 1 and self.layer in ("o", "down") else "Store"
 
     @property
-    def weight_dtype(self) -> str:
-        return "fp8" if self.fp8 else "bf16"
-
-    @property
     def key(self) -> dict:
-        return {"t": self.t, "n": self.n, "k": self.k, "weight_dtype": self.weight_dtype}
+        return {"t": self.t, "n": self.n, "k": self.k, "weight_dtype": self.dtype}
 
     @property
     def flops(self) -> float:
@@ -66,8 +71,9 @@ class Case:
 
     @property
     def roof_us(self) -> float:
-        """The slower of reading the weights once and the 16-bit tensor cores."""
-        return 1e6 * max(self.n * self.k * (1 if self.fp8 else 2) / HBM, self.flops / PEAK)
+        """The slower of reading the weights once and the tensor cores."""
+        peak = PEAK * (2 if self.w8a8 else 1)
+        return 1e6 * max(self.n * self.k * (1 if self.fp8 else 2) / HBM, self.flops / peak)
 
 
 def cases(models: str, tokens: list[int], dtypes: list[str]) -> list[Case]:
@@ -85,7 +91,7 @@ def cases(models: str, tokens: list[int], dtypes: list[str]) -> list[Case]:
         }
         for t in tokens:
             for layer, (n, k) in layers.items():
-                found += [Case(name, int(tp), layer, t, n, k, dt == "fp8") for dt in dtypes]
+                found += [Case(name, int(tp), layer, t, n, k, dt) for dt in dtypes]
     return found
 
 
@@ -116,6 +122,9 @@ class Problem:
         self.case, self.w = case, pool.weights(case)
         t, n, k = case.t, case.n, case.k
         self.x = torch.randn(t, k, device=device).bfloat16()
+        self.x_scale = None
+        if case.w8a8:
+            self.x, self.x_scale = quantize_rows_ref(self.x)
         self.scale = torch.rand(n, device=device).add_(0.5).mul_(5e-4) if case.fp8 else None
         self.bias = torch.randn(n, device=device).bfloat16() if case.layer == "qkv" else None
         self.residual = torch.randn(t, n, device=device).bfloat16()
@@ -128,6 +137,7 @@ class Problem:
             "SiluMul": SiluMul(self.out),
         }[case.epilogue]
         y = self.x.float() @ self.w[0].float().t()
+        y = y if self.x_scale is None else y * self.x_scale[:, None]
         y = y if self.scale is None else y * self.scale
         y = y if self.bias is None else y + self.bias.float()
         y = silu_mul_ref(y) if case.epilogue == "SiluMul" else y
@@ -135,8 +145,8 @@ class Problem:
 
     def call(self, config: op.GemmConfig, workspace: op.GemmWorkspace, w: torch.Tensor) -> None:
         op.gemm(
-            self.x, w, self.epilogue, scale=self.scale, bias=self.bias, config=config,
-            workspace=workspace,
+            self.x, w, self.epilogue, scale=self.scale, bias=self.bias, x_scale=self.x_scale,
+            config=config, workspace=workspace,
         )  # fmt: skip
 
     def error(self, config: op.GemmConfig, workspace: op.GemmWorkspace) -> float:
@@ -180,13 +190,20 @@ def library_us(problem: Problem) -> dict[str, float]:
     out = torch.empty(case.t, case.n, dtype=torch.bfloat16, device=x.device)
     size = case.n * case.k
     weights = [w.bfloat16() if case.fp8 else w for w in problem.w[: max(1, int(3e8 / size))]]
-    times = {"cublas": graph_us(lambda w: torch.mm(x, w.t(), out=out), weights, case.roof_us, 1e9)}
+    wide = x.bfloat16()
+    times = {
+        "cublas": graph_us(lambda w: torch.mm(wide, w.t(), out=out), weights, case.roof_us, 1e9)
+    }
     if case.fp8:
         x8 = x.to(torch.float8_e4m3fn)
-        one, scale = torch.ones(case.t, 1, device=x.device), problem.scale.view(1, -1)
+        rows, columns = torch.ones(case.t, 1, device=x.device), problem.scale.view(1, -1)
+        if problem.x_scale is not None:
+            rows = problem.x_scale.view(-1, 1)
 
         def scaled(w: torch.Tensor) -> None:
-            torch._scaled_mm(x8, w.t(), one, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+            torch._scaled_mm(
+                x8, w.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
 
         try:
             times["scaled_mm"] = graph_us(scaled, problem.w, case.roof_us, 1e9)
@@ -199,23 +216,28 @@ def measure(case: Case, good: set[Variant], pool: Pool, rows: Rows, device: str)
     """Time the case's candidates; add its row; return its cache entry."""
     problem = Problem(case, pool, device)
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-    wanted = gemm_space.candidates(case.t, case.n, case.k, case.weight_dtype, sm_count)
-    wanted.append(op.heuristic(case.t, case.n, case.k, case.weight_dtype, sm_count))
+    wanted = gemm_space.candidates(case.t, case.n, case.k, case.dtype, sm_count)
+    wanted += promoted(case)
+    wanted.append(op.heuristic(case.t, case.n, case.k, case.dtype, sm_count))
     timed: list[tuple[float, op.GemmConfig]] = []
+    errors: dict[op.GemmConfig, float] = {}
     best = float("inf")
     for config in dict.fromkeys(wanted):
         if config.kernel != "cublas" and variant(case, config) not in good:
             continue
         sizes = op.workspace_sizes(config, case.t, case.n, type(problem.epilogue))
-        workspace = op.workspace(sizes, problem.x.dtype, device)
-        error = problem.error(config, workspace)
-        if not error < tolerance(config, case.epilogue):
+        workspace = op.workspace(sizes, torch.bfloat16, device)
+        error = errors[config] = problem.error(config, workspace)
+        if not error < tolerance(config, case.epilogue, case.k):
             print(
                 f"  WRONG {case.layer} T={case.t} {short(config)}: relative RMS error {error:.2e}"
             )
             continue
         us = graph_us(lambda w: problem.call(config, workspace, w), problem.w,  # noqa: B023
                       min(best, 4 * case.roof_us), 3 * best)  # fmt: skip
+        if config.promote:  # what exact sums cost: shown, never kept
+            print(f"  {short(config)}: {us:.1f} us, relative RMS error {error:.2e}")
+            continue
         timed.append((us, config))
         best = min(best, us)
     if not timed:
@@ -224,18 +246,20 @@ def measure(case: Case, good: set[Variant], pool: Pool, rows: Rows, device: str)
     timed.sort(key=lambda item: item[0])
     library = library_us(problem)
     us, config = timed[0]
+    if case.w8a8:
+        print(f"  {short(config)}: {us:.1f} us, relative RMS error {errors[config]:.2e}")
     heuristic_us = next((u for u, c in timed if c == wanted[-1]), float("nan"))
     triton_us, triton_config = next(
         ((u, c) for u, c in timed if c.kernel != "cublas"), (float("nan"), None)
     )
-    quantization = "fp8" if case.fp8 else "none"
+    quantization = case.dtype if case.fp8 else "none"
     rows.add(
         "gemm_us", triton_us, "us", model=case.model, tp=case.tp, rows=case.t, quantization=quantization,
         algorithm=f"{case.layer} {case.n}x{case.k}", share=case.roof_us / triton_us,
         baseline={"name": "cublas bf16 store", "value": float(f"{library['cublas']:.5g}")},
     )  # fmt: skip
     print(
-        f"{case.model[8:]:>4} {case.tp} {case.layer:8}{case.n:6}x{case.k:<6}{case.weight_dtype:>5}{case.t:5} "
+        f"{case.model[8:]:>4} {case.tp} {case.layer:8}{case.n:6}x{case.k:<6}{case.dtype:>5}{case.t:5} "
         f"{triton_us:8.1f} {case.flops / triton_us / 1e6:5.0f} {case.roof_us / triton_us:5.0%} "
         f"{library['cublas']:8.1f} {library.get('scaled_mm', float('nan')):8.1f} "
         f"{heuristic_us / us:5.2f} {config.kernel:7} {short(triton_config)}",
@@ -256,8 +280,15 @@ def short(config: op.GemmConfig | None) -> str:
     if config is None or config.kernel == "cublas":
         return "cublas"
     text = f"{config.block_t}x{config.block_n}x{config.block_k} w{config.warps} s{config.stages}"
-    text += " async" * (config.kernel == "async")
+    text += " async" * (config.kernel == "async") + " w8a8" * (config.kernel == op.W8A8)
+    text += " promoted" * config.promote
     return text + " swap" * config.swap + f" split{config.split_k}" * (config.split_k > 1)
+
+
+def promoted(case: Case) -> list[op.GemmConfig]:
+    """W8A8 with blocks of K summed in fp32, to see what it costs."""
+    square = op.GemmConfig(op.W8A8, 128, 128, 128, warps=8, stages=3, promote=True)
+    return [square] if case.w8a8 else []
 
 
 def variant(case: Case, config: op.GemmConfig) -> Variant:
@@ -268,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="qwen2.5-72b/2,qwen2.5-7b/1,qwen2.5-72b/8")
     parser.add_argument("--tokens", default="512,64,2048,16")
-    parser.add_argument("--dtypes", default="bf16,fp8")
+    parser.add_argument("--dtypes", default="bf16,fp8,w8a8")
     parser.add_argument("--time-limit", type=float, default=150.0, help="seconds")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     args = parser.parse_args()
@@ -281,9 +312,10 @@ def main() -> None:
     variants: dict[Variant, None] = {}
     for case in work:
         found = gemm_space.candidates(
-            case.t, case.n, case.k, case.weight_dtype, properties.multi_processor_count
+            case.t, case.n, case.k, case.dtype, properties.multi_processor_count
         )
-        found.append(op.heuristic(case.t, case.n, case.k, case.weight_dtype))
+        found += promoted(case)
+        found.append(op.heuristic(case.t, case.n, case.k, case.dtype))
         variants.update({variant(case, c): None for c in found if c.kernel != "cublas"})
     good = check_all(list(variants), args.processes, limit_s=args.time_limit * 0.5)
     print(

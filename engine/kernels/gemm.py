@@ -67,7 +67,7 @@ class GemmConfig:
     split_k: int = 1  # > 1 needs a workspace
     group: int = 8  # token tiles that run next to each other on one weight tile
     tma: bool = True  # tensor-memory-accelerator loads where alignment allows
-    promote: int = 0  # "w8a8": products summed by the tensor cores' 14 bits before fp32; 0: all
+    promote: bool = False  # "w8a8": blocks of K summed in fp32, not by the tensor cores' 14 bits
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ sum to their largest exponent and keep about 14 bits (DeepSeek-V3, arXiv:2412.19
 of the K / 32 additions errs by up to 2^-13 of the running sum. Errors of random sign add as a
 random walk: K = 8192: sqrt(256) * 2^-13 / sqrt(3) * 0.7 = 0.08 % RMS of y (the walk's mean height
 is 0.7 of its end); truncation, always towards zero, at most 256 * 2^-14 * 0.5 = 0.8 %. Rounding x
-and w to e4m3 costs 3.7 % RMS (2.6 % each), so `promote` = 0 ships; `promote` = 128 adds the partial
-sums of 128 products in fp32 registers (0.02 %), which needs a second accumulator and a wait for
-every one of them, and so at most 128 x 128 tiles.
+and w to e4m3 costs 3.7 % RMS (2.6 % each), so plain sums ship; `promote` adds the partial sums of
+each block of K (128) in fp32 registers (0.02 %), which needs a second accumulator and a wait for
+every block, and so at most 128 x 128 tiles.
 
 Rows past the request are computed like the others and never change a real row's bits.
 """
@@ -34,8 +34,8 @@ def _dot_fp8(a, b, acc, PROMOTE: tl.constexpr):
     """acc + a @ b; products exact, sums as the docstring above says (fp32 in the interpreter)."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    elif PROMOTE:
-        return tl.dot(a, b, acc, max_num_imprecise_acc=PROMOTE)
+    elif PROMOTE:  # max_num_imprecise_acc would add before the wait for the wgmma (Triton 3.6)
+        return acc + tl.dot(a, b)
     else:
         return tl.dot(a, b, acc)
 
@@ -140,7 +140,7 @@ def launch(
     stages: int,
     group: int,
     split: int,
-    promote: int,
+    promote: bool,
     tma: bool,
     epilogue: int,
     pdl: bool,

@@ -159,7 +159,7 @@ def cases() -> dict[str, dict]:
         for epilogue in EPILOGUE:
             wanted[(config, epilogue, True, "bf16", True)] = {}
     square = GemmConfig("w8a8", block_k=128, warps=8, stages=3)
-    wanted[(replace(square, promote=128), "residual", True, "bf16", True)] = {}
+    wanted[(replace(square, promote=True), "residual", True, "bf16", True)] = {}
     wanted[(square, "silu_mul", True, "fp16", True)] = {}
     wanted[(square, "store", True, "bf16", False)] = {}
     base = GemmConfig(stages=3, warps=8)

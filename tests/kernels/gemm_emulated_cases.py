@@ -28,15 +28,20 @@ def error(
     re-armed."""
     torch.manual_seed(1)
     dtype = DTYPE[act]
+    w8a8 = config.kernel == "w8a8"
     x = torch.randn(t, k).to(dtype)
+    x_scale = torch.rand(t) + 0.5
+    if w8a8:
+        x = (x * 40).to(torch.float8_e4m3fn)
     w = torch.randn(n, k) * 40
     w[:, : k // 8] = torch.randn(n, k // 8) * 2.0**-7  # e4m3 subnormals
     w = w.to(torch.float8_e4m3fn if fp8 else dtype)
-    scale = (torch.rand(n) + 0.5) / (40 * k**0.5)
+    scale = (torch.rand(n) + 0.5) / ((1600 if w8a8 else 40) * k**0.5)
     bias, residual = torch.randn(n).to(dtype), torch.randn(t, n).to(dtype)
     out = torch.full((t, n // 2 if epilogue == "silu_mul" else n), float("nan"), dtype=dtype)
     y = linear_ref(
-        x.double(), w.double(), scale.double() if fp8 else None,
+        x.double() * (x_scale.double()[:, None] if w8a8 else 1.0), w.double(),
+        scale.double() if fp8 else None,
         bias.double() if epilogue == "store" else None,
     )  # fmt: skip
     want = {"store": y, "residual": residual.double() + y, "silu_mul": silu_mul_ref(y)}[epilogue]
@@ -46,7 +51,8 @@ def error(
     tickets = torch.zeros(tiles, dtype=torch.int32)
     report = compile_gemm(config, fp8=fp8, epilogue=epilogue, act=act)
     strides = [out.stride(0), residual.stride(0)]
-    if config.kernel == "triton":
+    scales = [x_scale, scale] if w8a8 else [scale]
+    if config.kernel != "async":
         strides = [x.stride(0), w.stride(0), *strides]
     maps = [TensorMap(m, rows, min(128, bk * m.element_size())) for m, rows in ((x, bt), (w, bn))]
     # Triton's own form of FP8 with swapped operands rewrites the fragments of wgmma in flight; that
@@ -55,7 +61,7 @@ def error(
     rewrites = fp8 and config.swap and config.kernel == "triton"
     launch(
         report.ptx, tiles * config.split_k, report.shared_bytes,
-        [*maps, out, residual, scale, bias, partials, tickets, t, n, k, *strides],
+        [*maps, out, residual, *scales, bias, partials, tickets, t, n, k, *strides],
         early=early, lazy=not rewrites,
     )  # fmt: skip
     if out.isnan().any() or tickets.any():
@@ -71,7 +77,18 @@ def _plain(bt: int, bn: int, bk: int, warps: int, swap: bool, split: int = 1) ->
     return GemmConfig("triton", bt, bn, bk, warps, 3, swap=swap, split_k=split, group=2)
 
 
+def _w8a8(
+    bt: int, bn: int, bk: int, warps: int, stages: int, split: int = 1, promote: bool = False
+) -> GemmConfig:
+    return GemmConfig("w8a8", bt, bn, bk, warps, stages, split_k=split, group=2, promote=promote)
+
+
 CASES = [
+    (_w8a8(128, 256, 128, 8, 4), "residual", dict(fp8=True, t=144, n=304, k=400)),
+    (_w8a8(128, 256, 128, 8, 3), "silu_mul", dict(fp8=True, t=80, n=144, k=912)),
+    (_w8a8(128, 128, 128, 8, 3, split=2), "store", dict(fp8=True, t=144, n=144, k=912)),
+    (_w8a8(64, 128, 64, 4, 4), "silu_mul", dict(fp8=True, t=80, n=144, k=464, act="fp16")),
+    (_w8a8(128, 128, 128, 8, 3, promote=True), "store", dict(fp8=True, t=80, n=144, k=400)),
     (_async(16, 64, 64, 4, 4), "store", dict(fp8=True, t=40, n=80, k=464)),
     (_async(16, 64, 128, 4, 6, split=2), "store", dict(fp8=True, t=40, n=80, k=912)),
     (_async(32, 128, 64, 8, 3), "silu_mul", dict(fp8=True, t=40, n=80, k=272, act="fp16")),

@@ -251,11 +251,12 @@ class HopperBlock(Block):
         return self.read(instruction.operands[3]).astype(bool)
 
     def multiply(self, instruction: Instruction) -> None:
-        """D = A B (+ D), m64nNk16, for every warpgroup."""
-        sizes = re.fullmatch(r"m64n(\d+)k16", instruction.opcode[4])
+        """D = A B (+ D), m64nNk16 of 16-bit or m64nNk32 of e4m3 operands, for every warpgroup."""
+        kind = instruction.opcode[6]
+        sizes = re.fullmatch(rf"m64n(\d+)k{32 if kind == 'e4m3' else 16}", instruction.opcode[4])
         if not sizes or instruction.opcode[5] != "f32":
             raise NotImplementedError(".".join(instruction.opcode))
-        n, kind = int(sizes.group(1)), instruction.opcode[6]
+        n = int(sizes.group(1))
         names = self.names(instruction.operands[0])
         a_operand, b_operand, keep = instruction.operands[1:]
         lane, warp = np.arange(128) % 32, np.arange(128) // 32
@@ -279,13 +280,16 @@ class HopperBlock(Block):
                 total[:, i] = part + (total[:, i] if keep[first] else 0)
 
     def from_shared(self, descriptor: int, rows: int, kind: str) -> np.ndarray:
-        """[rows, 16] fp64 of a K-major operand."""
+        """[rows, 32 bytes of K] fp64 of a K-major operand."""
         start = (descriptor & 0x3FFF) << 4
         stride = ((descriptor >> 32) & 0x3FFF) << 4
         swizzle = {1: 128, 2: 64, 3: 32}[descriptor >> 62]
         r = np.arange(rows)[:, None]
-        address = start + r // 8 * stride + r % 8 * swizzle + 2 * np.arange(16)[None, :]
-        where = _swizzled(address, swizzle)
+        line = start + r // 8 * stride + r % 8 * swizzle
+        if kind == "e4m3":
+            codes = self.shared[_swizzled(line + np.arange(32)[None, :], swizzle)]
+            return torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy()
+        where = _swizzled(line + 2 * np.arange(16)[None, :], swizzle)
         bits = self.shared[where].astype(np.uint16) | (
             self.shared[where + 1].astype(np.uint16) << 8
         )

@@ -149,10 +149,10 @@ def test_heuristic_on_the_real_k(device: str, t: int, n: int, k: int) -> None:
     _close(out, _want(x8, x_scale, w8, scale), k)
 
 
-@pytest.mark.parametrize("promote", [0, 128])
+@pytest.mark.parametrize("promote", [False, True])
 @pytest.mark.parametrize("k", [3584, 8192])
-def test_sums_of_the_tensor_cores(device: str, k: int, promote: int) -> None:
-    """RMS over RMS: the random walk's 0.08 % at K = 8192 or, all truncated one way, 0.8 % at most;
+def test_sums_of_the_tensor_cores(device: str, k: int, promote: bool) -> None:
+    """RMS over RMS: the random walk's 0.08 % at K = 8192 or, all truncated one way, 0.8 % (allowed: twice that);
     promoted every 128 products 4 additions of 2^-13: 0.02 %, at most 0.05 %."""
     from engine.kernels.gemm import Store, gemm
 
@@ -164,7 +164,7 @@ def test_sums_of_the_tensor_cores(device: str, k: int, promote: int) -> None:
     want = _want(x8, x_scale, w8, scale)
     error = ((out.double() - want).norm() / want.norm()).item()
     print(f"K={k} promote={promote}: relative RMS error {error:.1e}")
-    assert error < (5e-4 if promote else k / 8192 * 8e-3)
+    assert error < (5e-4 if promote else k / 8192 * 1.6e-2)
 
 
 def test_a_configuration_for_the_other_kind_of_x_is_replaced(device: str) -> None:
