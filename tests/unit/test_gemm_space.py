@@ -10,12 +10,12 @@ import pytest
 SHAPES = [(4608, 3584), (3584, 18944), (1280, 8192), (29568, 8192), (8192, 3696), (152064, 8192)]
 
 
-@pytest.mark.parametrize("weight_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("weight_dtype", ["bf16", "fp8", "w8a8"])
 def test_space_and_heuristic_stay_within_the_card(weight_dtype: str) -> None:
     from engine.kernels.gemm import heuristic
     from engine.tune import gemm_space
 
-    fp8 = weight_dtype == "fp8"
+    fp8 = weight_dtype != "bf16"
     for (n, k), t in itertools.product(SHAPES, (16, 48, 64, 80, 128, 512, 2048)):
         found = gemm_space.candidates(t, n, k, weight_dtype, 132)
         assert len(found) == len(set(found))
@@ -24,6 +24,7 @@ def test_space_and_heuristic_stay_within_the_card(weight_dtype: str) -> None:
         for config in [*found, heuristic(t, n, k, weight_dtype, 132)]:
             assert gemm_space.shared_bytes(config, fp8) <= gemm_space.SHARED_MEMORY, config
             assert all(isinstance(v, (int, str, bool)) for v in asdict(config).values())
+            assert (config.kernel == "w8a8") is (weight_dtype == "w8a8") and not config.promote
             if config.kernel == "async":
                 assert fp8 and config.block_t <= 256 and config.block_n % (16 * config.warps) == 0
             if config.kernel != "cublas":
@@ -39,3 +40,11 @@ def test_small_grids_are_split_and_large_ones_are_not() -> None:
     assert heuristic(16, 29568, 8192, "fp8", 132).split_k == 1
     assert heuristic(512, 29568, 8192, "bf16", 132).split_k == 1
     assert heuristic(512, 5120, 8192, "fp8", 132).split_k > 1  # 80 or 160 tiles: half the SMs idle
+
+
+def test_w8a8_splits_only_where_the_partial_tiles_cost_less_than_idle_processors() -> None:
+    from engine.kernels.gemm import heuristic
+
+    assert heuristic(512, 59136, 8192, "w8a8", 132).block_n == 256  # 924 tiles: 7 whole waves
+    assert heuristic(512, 8192, 29568, "w8a8", 132).split_k == 1  # 128 tiles of 132
+    assert heuristic(128, 1280, 8192, "w8a8", 132).split_k > 1  # 10 tiles of 128 x 128
