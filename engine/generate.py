@@ -106,7 +106,12 @@ def _main(argv: list[str] | None) -> int:
         config, model, _ = resolve(config)
         from engine.graph import dump_graph
 
-        print(dump_graph(model, config.tensor_parallel_size, config.quantization))
+        fp8_prefill = config.prefill_activations == "fp8" and config.quantization == "fp8"
+        print(
+            dump_graph(
+                model, config.tensor_parallel_size, config.quantization, fp8_prefill=fp8_prefill
+            )
+        )
         return 0
     if (
         args.output

@@ -68,7 +68,12 @@ def _anonymous(line: str) -> str:
 
 
 def dump_graph(
-    config: ModelConfig, tp: int, quantization: str | None = None, rows: int = 1, tokens: int = 512
+    config: ModelConfig,
+    tp: int,
+    quantization: str | None = None,
+    rows: int = 1,
+    tokens: int = 512,
+    fp8_prefill: bool = False,
 ) -> str:
     """The IR of the decode step and of a prefill bucket after each pass, the buffer plan, and the launches
     of the compiled form: layer, stage, launcher, bytes, kernel[grid]xthreads, configuration."""
@@ -80,8 +85,7 @@ def dump_graph(
         def observe(name: str, graph: Graph) -> None:
             out.append(f"== after {name}\n{format_graph(graph)}")
 
-        fp8 = quantization == "fp8"
-        unfused = build(config, phase=phase, rows=count, tp=tp, fp8_prefill=fp8)  # type: ignore[arg-type]
+        unfused = build(config, phase=phase, rows=count, tp=tp, fp8_prefill=fp8_prefill)  # type: ignore[arg-type]
         final = run_passes(unfused, observe)
         buffers = plan(final, act_bytes=2)
         out.append(

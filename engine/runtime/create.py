@@ -271,7 +271,7 @@ def _fp8_prefill(engine: EngineConfig, model: _Model) -> bool:
     fp8 = model.quantization == "fp8"
     if engine.prefill_activations == "fp8" and not fp8:
         raise EngineError("--prefill-activations fp8 needs FP8 weights; set --quantization fp8")
-    return fp8 and engine.prefill_activations != "16bit"
+    return engine.prefill_activations == "fp8"
 
 
 def _fit(

@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from engine.config import preset, with_layers
+from engine.config import EngineConfig, preset, with_layers
 from engine.graph.build import build
+from engine.graph.dump import dump_graph
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan, value_bytes
 from engine.kernels.norm import rmsnorm_ref
@@ -194,3 +195,12 @@ def test_lowered_kernels_equal_the_oracle(folder, tp, monkeypatch):
     want = oracle.vocab_logits(oracle.prefill(1, PROMPT))
     assert logits.isfinite().all() and rms(logits - want) < 0.15 * rms(want)
     follow(ours, oracle, logits, {0: 1})
+
+
+def test_fp8_prefill_is_opt_in():
+    """Its kernels have not run on a card: FP8 weights alone must not turn it on."""
+    assert EngineConfig(quantization="fp8").prefill_activations == "16bit"
+    text = dump_graph(with_layers(preset("qwen2.5-7b"), 1), 1, "fp8")
+    assert "quantize" not in text.replace("after quantize_prefill", "")
+    asked = dump_graph(with_layers(preset("qwen2.5-7b"), 1), 1, "fp8", fp8_prefill=True)
+    assert "rmsnorm_quantize(" in asked and "quantize_rows(" in asked
