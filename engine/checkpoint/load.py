@@ -64,7 +64,8 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         amax = torch.maximum(chunk.amax(1), -chunk.amin(1))  # no |chunk| in memory; NaN passes on
         # Below this a scale would be subnormal and its reciprocal infinite.
         amax = torch.where(amax < FP8_MAX * torch.finfo(torch.float32).tiny, FP8_MAX, amax)
-        scale[first : first + rows] = s = amax / FP8_MAX
+        # A tensor divisor: CUDA multiplies by the reciprocal of a Python one, and the CPU divides.
+        scale[first : first + rows] = s = amax / torch.full_like(amax, FP8_MAX)
         # s rounds to nearest, so the largest |w| / s can pass 448 by one fp32 ulp: clamp.
         quantized[first : first + rows] = chunk.div(s[:, None]).clamp_(-FP8_MAX, FP8_MAX)
     return quantized, scale

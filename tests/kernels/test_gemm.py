@@ -214,7 +214,10 @@ def test_library_route(device: str, epilogue: str) -> None:
     scratch = module.workspace(sizes, x.dtype, device)
     if epilogue == "Residual":
         module.gemm(x, w, module.Residual(residual, out), config=config, workspace=scratch)
-        _close(out, residual.double() + y, magnitude=2.0)
+        # cuBLAS may round the product to 16 bits before it adds the residual (seen on an H200).
+        want = residual.double() + y
+        bound = 2.0**-8 * (want.abs() + y.abs()) + 6e-5
+        assert ((out.double() - want).abs() <= bound).all()
     elif epilogue == "Store":
         module.gemm(x, w, module.Store(out), bias=bias, config=config, workspace=scratch)
         _close(out, y, magnitude=2.0)
