@@ -1,0 +1,149 @@
+"""Time to first token over prompt lengths on the card, beside the floor of its matrix products.
+
+    python -m bench.ttft qwen2.5-7b:none:1 qwen2.5-7b:fp8:1 --prefill-activations fp8 --png ttft.png
+
+Dummy weights, greedy, one request at a time on a warm engine. Floor = 2 x parameters x tokens / (TP x matrix rate),
+the rate being what cuBLAS reaches in BF16 in the same run (fp8 activations are compared with the same BF16 floor). Host
+synchronisations are counted in a CUPTI trace (torch.profiler) of a request of 512 tokens and 16 decode steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bench.latency import generate
+from bench.rows import Rows
+from engine.config import EngineConfig, preset
+from engine.profiling.plots import pyplot
+from engine.runtime import create_executor
+
+SQUARE = 8192  # of the matrix product that measures the rate
+WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
+         "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"}  # fmt: skip
+
+
+def matrix_rate() -> float:
+    """FLOP/s of a large BF16 cuBLAS product on this card, median of 10."""
+    a, b = (torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(13):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        a @ b
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * SQUARE**3 / statistics.median(times[3:])
+
+
+def host_waits(executor, ids: list[int], tokens: int) -> dict[str, int]:
+    """Blocking CUDA calls of one request, by name, as CUPTI saw them."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=both) as trace, record_function("request"):
+        generate(executor, ids, tokens)
+    events = list(trace.events())
+    request = next(e for e in events if e.name == "request").time_range
+    found: dict[str, int] = {}
+    for e in events:
+        if e.name in WAITS and request.start <= e.time_range.start <= request.end:
+            found[e.name] = found.get(e.name, 0) + 1
+    launches = sum(e.name.startswith(("cudaGraphLaunch", "cuGraphLaunch")) for e in events)
+    assert launches >= tokens, (
+        f"the trace holds {launches} graph launches of {tokens}: CUPTI is blind"
+    )
+    return found
+
+
+def measure(rows: Rows, args, text: str, rate: float) -> list[tuple[int, float, float]]:
+    """(prompt length, median TTFT ms, floor ms) of one deployment; writes its rows."""
+    model, quantization, degree, *shard = text.split(":")
+    tp, shard_of = int(degree), int(shard[0]) if shard else None
+    lengths = [int(n) for n in args.input_lens.split(",")]
+    engine = EngineConfig(
+        model=model, tensor_parallel_size=tp, load_format="dummy", device="cuda", max_num_seqs=1,
+        quantization=None if quantization == "none" else quantization, shard_of=shard_of,
+        max_model_len=max(lengths) + 64,
+        prefill_activations=args.prefill_activations if quantization == "fp8" else "16bit",
+    )  # fmt: skip
+    config = preset(model)
+    executor = create_executor(engine, config)
+    facts = dict(model=model, quantization=quantization, tp=tp, shard_of=shard_of,
+                 algorithm=f"{engine.prefill_activations} activations")  # fmt: skip
+    points = []
+    try:
+        _, _, step = generate(executor, list(range(16)), 33)
+        print(f"{text} {engine.prefill_activations}: decode step {step * 1e3:.2f} ms", flush=True)
+        for length in lengths:
+            ids = [(i * 7919 + 13) % 150000 for i in range(length)]
+            took = [generate(executor, ids, 2)[1] * 1e3 for _ in range(args.iters + 2)][2:]
+            floor = 2e3 * config.num_parameters * length / ((shard_of or tp) * rate)
+            took.sort()
+            p50, p90 = statistics.median(took), took[int(0.9 * (len(took) - 1))]
+            rows.add("ttft_p50_ms", p50, "ms", context=length, share=floor / p50, **facts)
+            rows.add("ttft_p90_ms", p90, "ms", context=length, **facts)
+            rows.add("ttft_min_ms", took[0], "ms", context=length, **facts)
+            print(f"  {length:6} tokens: TTFT p50 {p50:8.2f} p90 {p90:8.2f} min {took[0]:8.2f} ms; "
+                  f"floor {floor:8.2f} ms, ratio {p50 / floor:.2f}; {p50 / 1e3 / step:.2f} decode steps",
+                  flush=True)  # fmt: skip
+            points.append((length, p50, floor))
+        waits = host_waits(executor, [(i * 31 + 7) % 150000 for i in range(512)], 17)
+        counters = executor.stats()["counters"]
+        rows.add("host_waits", sum(waits.values()), "calls", context=512, **facts)
+        print(f"  blocking CUDA calls of a request (512 + 17 tokens), CUPTI: {waits or 'none'}; "
+              f"own counters {counters}", flush=True)  # fmt: skip
+    finally:
+        executor.close()
+    return points
+
+
+def draw(curves: dict[str, Sequence[tuple[int, float, float]]], path: str) -> None:
+    """PNG: TTFT and floor over the prompt length, log-log."""
+    plt = pyplot("--png")
+    figure, axis = plt.subplots(figsize=(8, 5))
+    for name, points in curves.items():
+        lengths, p50, floor = zip(*points)
+        (line,) = axis.loglog(lengths, p50, marker="o", label=name)
+        axis.loglog(lengths, floor, linestyle=":", color=line.get_color())
+    axis.set_xlabel("prompt, tokens")
+    axis.set_ylabel("TTFT, ms (median; dotted: BF16 matrix floor)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Deployments as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("deployments", nargs="+")
+    parser.add_argument("--input-lens", default="16,64,128,512,2048,8192")
+    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--prefill-activations", choices=("16bit", "fp8"), default="16bit")
+    parser.add_argument("--png", help="plot (needs matplotlib)")
+    args = parser.parse_args()
+    rows, rate = Rows("ttft" if args.prefill_activations == "16bit" else "ttft_fp8"), matrix_rate()
+    print(f"matrix rate {rate / 1e12:.0f} TFLOP/s (cuBLAS BF16, {SQUARE}^3)")
+    curves = {}
+    for text in args.deployments:
+        begin = time.perf_counter()
+        try:
+            curves[f"{text} {args.prefill_activations}"] = measure(rows, args, text, rate)
+        except Exception as e:  # one broken deployment must not cost the card time of the others
+            print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
+        print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
+    if args.png and curves:
+        draw(curves, args.png)
+
+
+if __name__ == "__main__":
+    main()
