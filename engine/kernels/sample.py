@@ -12,6 +12,7 @@ import triton
 
 from engine.kernels import sample_kernel as kernel
 from engine.kernels.all_reduce import address_of
+from engine.kernels.argmax import outcome
 from engine.kernels.sample_kernel import PASSES, PEAK_NONE, SUMS
 from engine.kernels.slots import LamportWorkspace
 from engine.kernels.sync import DEFAULT_LIMIT_US
@@ -175,9 +176,8 @@ def settle(
     rows, parts = values.shape
     columns = counts.shape[1]
     kernel.settle_kernel[(1,)](
-        values, ids, tokens, controls, counts, row_slots, row_slots if request is None else request, ring,
-        ring.shape[0], ring.stride(0), step, buffers.peaks, buffers.sums, rows, parts, rank * columns,
-        columns, ROWS=triton.next_power_of_2(rows), PARTS=triton.next_power_of_2(parts),
-        WRITE_RING=rank == 0, REQUEST=request is not None, PDL=pdl, num_warps=1, num_stages=1,
-        launch_pdl=pdl,
+        values, ids, *outcome(tokens, row_slots, request, ring, step), controls, counts, buffers.peaks,
+        buffers.sums, rows, parts, rank * columns, columns, ROWS=triton.next_power_of_2(rows),
+        PARTS=triton.next_power_of_2(parts), WRITE_RING=rank == 0, REQUEST=request is not None, PDL=pdl,
+        num_warps=1, num_stages=1, launch_pdl=pdl,
     )  # fmt: skip

@@ -31,7 +31,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.argmax import _LOWEST_KEY, _NO_ID, _row_keys, key_id, key_value, order_key
+from engine.kernels.argmax_kernel import (
+    LOWEST_KEY,
+    all_row_slots,
+    key_token,
+    order_key,
+    publish,
+    row_keys,
+    row_slot,
+    store_best,
+    value_key,
+)
 from engine.kernels.gumbel import gumbel
 from engine.kernels.sample_ref import BIASED as _BIASED_COLUMN
 from engine.kernels.sample_ref import (
@@ -71,28 +81,9 @@ _PEAK_NONE = tl.constexpr(PEAK_NONE)
 
 
 @triton.jit
-def _slot(row_slots, request, row, REQUEST: tl.constexpr):
-    """Slot of a row (-1: padding); that of the request in prefill."""
-    if REQUEST:
-        slot = tl.load(request)
-    else:
-        slot = tl.load(row_slots + row)
-    return slot
-
-
-@triton.jit
-def _key(values):
-    """int32 that orders fp32 values: NaN first, then larger; the two zeros are equal."""
-    values = tl.where(values == 0.0, 0.0, values)
-    bits = values.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(values != values, 0x7FFFFFFF, key)
-
-
-@triton.jit
 def _high(values):
     """The key as int64 in [0, 2^32)."""
-    return _key(values).to(tl.int64) + 2147483648
+    return value_key(values).to(tl.int64) + 2147483648
 
 
 @triton.jit
@@ -136,16 +127,13 @@ def adjust_kernel(
     columns,  # V
     limit,  # columns below it are real
     total,  # WORLD * V
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REQUEST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    slot = tl.maximum(_slot(row_slots, request, row, REQUEST), 0)
+    slot = tl.maximum(row_slot(row_slots, request, row, REQUEST), 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     z = tl.load(logits + row.to(tl.int64) * columns + column, mask=inside, other=0.0)
@@ -163,7 +151,7 @@ def adjust_kernel(
     z = tl.where(column < limit, z, float("-inf"))
     if WORLD == 1:
         tl.store(scores + row.to(tl.int64) * total + column, z, mask=inside)
-        key = tl.where(inside, _key(z), _PEAK_NONE)
+        key = tl.where(inside, value_key(z), _PEAK_NONE)
         tl.atomic_max(peaks + row, tl.max(key, 0), sem="relaxed")
     else:
         bits = z.to(tl.int32, bitcast=True)
@@ -211,7 +199,9 @@ def gather_kernel(
     target = scores + row.to(tl.int64) * total + column
     tl.store(target, first, mask=real)
     tl.store(target + 1, second, mask=real)
-    tl.atomic_max(peaks + row, tl.max(tl.maximum(_key(first), _key(second)), 0), sem="relaxed")
+    tl.atomic_max(
+        peaks + row, tl.max(tl.maximum(value_key(first), value_key(second)), 0), sem="relaxed"
+    )
 
 
 @triton.jit(do_not_specialize=["vocab", "number"])
@@ -226,15 +216,13 @@ def search_kernel(
     vocab,
     total,
     number,  # of the launch, 0..15
-    BLOCK: tl.constexpr,
-    REQUEST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK: tl.constexpr, REQUEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    slot = _slot(row_slots, request, row, REQUEST)
+    slot = row_slot(row_slots, request, row, REQUEST)
     safe = tl.maximum(slot, 0)
     scale = tl.load(temperature + safe)
     k = tl.load(controls + safe * _CONTROLS + _TOP_K).to(tl.int64)
@@ -267,30 +255,16 @@ def search_kernel(
 
 @triton.jit(do_not_specialize=["vocab"])
 def pick_kernel(
-    scores,
-    temperature,
-    seeds,
-    positions,
-    controls,
-    row_slots,
-    request,
-    peaks,
-    sums,
+    scores, temperature, seeds, positions, controls, row_slots, request, peaks, sums,
     values,  # fp32 [R, P]
     ids,  # int32 [R, P]
-    vocab,
-    total,
-    BLOCK: tl.constexpr,
-    REQUEST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    vocab, total, BLOCK: tl.constexpr, REQUEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    part = tl.program_id(1)
-    parts = tl.num_programs(1)
-    slot = tl.maximum(_slot(row_slots, request, row, REQUEST), 0)
+    slot = tl.maximum(row_slot(row_slots, request, row, REQUEST), 0)
     scale = tl.load(temperature + slot)
     seed = tl.load(seeds + slot)
     position = tl.load(positions + slot) - 1  # the step has advanced it already
@@ -306,8 +280,8 @@ def pick_kernel(
             floor = _found(mine, k, 8)
         if p < 1.0:
             floor = tl.maximum(floor, _found(mine + 128, _share(mine, p), 8))
-    best = tl.full((BLOCK,), _LOWEST_KEY, tl.int64)
-    for start in range(part * BLOCK, vocab, parts * BLOCK):
+    best = tl.full((BLOCK,), LOWEST_KEY, tl.int64)
+    for start in range(tl.program_id(1) * BLOCK, vocab, tl.num_programs(1) * BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocab
         z = tl.load(scores + row.to(tl.int64) * total + column, mask=column < total, other=0.0)
@@ -316,66 +290,33 @@ def pick_kernel(
             if least > 0:
                 keep = keep & ((_weights(z, peak, scale) >= least) | (z != z))
             z += scale * gumbel(seed, position, column)
-        best = tl.maximum(best, tl.where(keep, order_key(z, column), _LOWEST_KEY))
-    top = tl.max(best, 0)
-    tl.store(values + row * parts + part, key_value(top))
-    tl.store(ids + row * parts + part, key_id(top))
+        best = tl.maximum(best, tl.where(keep, order_key(z, column), LOWEST_KEY))
+    store_best(best, values, ids)
 
 
 @triton.jit(do_not_specialize=["ring_size", "ring_stride", "rows", "parts", "offset", "columns"])
 def settle_kernel(
-    values,
-    ids,
-    tokens,
-    controls,
-    counts,
-    row_slots,
-    request,
-    ring,
-    ring_size,
-    ring_stride,
-    step,
-    peaks,
-    sums,
-    rows,
-    parts,
+    values, ids, tokens, row_slots, request, ring, ring_size, ring_stride, step, controls, counts, peaks,
+    sums, rows, parts,
     offset,  # first id of this rank's shard
     columns,  # ids of the shard
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WRITE_RING: tl.constexpr,
-    REQUEST: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, WRITE_RING: tl.constexpr, REQUEST: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program. tokens[slot] = id; counts[slot, id] += 2; ring row; step += 1; sums cleared."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    key = _row_keys(values, ids, parts, rows, ROWS, PARTS)
-    row = tl.arange(0, ROWS)
-    if REQUEST:
-        slot = tl.load(request) + row
-        live = row < 1
-    else:
-        slot = tl.load(row_slots + row, mask=row < rows, other=-1)
-        live = slot >= 0
-    token = key_id(key)
-    value = key_value(key)
-    token = tl.where(token == _NO_ID, 0, token)  # a NaN step's token must still be an id
-    counted = tl.load(controls + slot * _CONTROLS + _COUNTED, mask=live, other=0.0) > 0
-    local = token - offset
-    counted = counted & live & (local >= 0) & (local < columns)
+    key = row_keys(values, ids, parts, rows, ROWS, PARTS)
+    slot = all_row_slots(row_slots, request, rows, ROWS, REQUEST)
+    local = key_token(key) - offset
+    counted = (slot >= 0) & (local >= 0) & (local < columns)
+    counted &= tl.load(controls + slot * _CONTROLS + _COUNTED, mask=slot >= 0, other=0.0) > 0
     count = counts + slot.to(tl.int64) * columns + local
     seen = tl.load(count, mask=counted, other=0)
-    now = tl.load(step)
-    tl.debug_barrier()  # all lanes have read what any lane writes below
-    tl.store(tokens + slot, token, mask=live)
+    publish(key, slot, tokens, ring, ring_size, ring_stride, step, rows, ROWS, WRITE_RING)
     tl.store(count, seen + 2, mask=counted)
-    if WRITE_RING:
-        shown = tl.where(value != value, -2, token)
-        shown = tl.where(live, shown, -3)
-        tl.store(ring + (now % ring_size) * ring_stride + row, shown, mask=row < rows)
-    tl.store(step, (now + 1) & 0x7FFFFFFF)
+    row = tl.arange(0, ROWS)
     tl.store(peaks + row, tl.full((ROWS,), _PEAK_NONE, tl.int32), mask=row < rows)
     cell = tl.arange(0, _SUMS)
     for r in range(rows):
