@@ -27,7 +27,7 @@ from engine.kernels.all_reduce import (
 from engine.kernels.flag_all_reduce import FlagWorkspace, flag_all_reduce
 from engine.kernels.slots import LamportWorkspace, peer_table
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait, globaltimer
-from engine.kernels.two_shot import TwoShotWorkspace, two_shot
+from engine.kernels.two_shot import two_shot, two_shot_workspace
 
 POOL = 16  # distinct inputs; a stale slot holds another one's sum
 SPECIAL = (-0.0, 0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40, 3e38, -3e38)
@@ -170,7 +170,7 @@ class Group:
             slots = 2 if self.form == "lamport_own_slot" else 4
             self.space: Any = LamportWorkspace(self.world, 1, n, slots)
         elif self.form.startswith("two_shot"):
-            self.space = TwoShotWorkspace(self.world, 1, n, 4)
+            self.space = two_shot_workspace(self.world, 1, n, 4)
         else:
             programs = self.programs or max(8, min(128, n // 1024))
             self.space = FlagWorkspace(self.world, 1, n, programs)

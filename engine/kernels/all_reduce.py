@@ -37,17 +37,15 @@ import triton
 import triton.language as tl
 
 from engine.errors import EngineError
-from engine.kernels.packed import sum_messages
+from engine.kernels.messages import address_of as address_of
+from engine.kernels.messages import arm, launch, load_partial, message_chunks, peer_bases, poll_sum
 from engine.kernels.slots import LamportWorkspace, lamport_slots, peer_table
 from engine.kernels.sync import (
     DEFAULT_LIMIT_US,
-    SENTINEL_16,
-    canonical_words,
     gdc_launch_dependents,
     gdc_wait,
     load16,
     push16,
-    wait_messages,
 )
 
 __all__ = [
@@ -62,7 +60,8 @@ __all__ = [
     "push",
 ]
 
-SOURCES = ("all_reduce.py", "packed.py", "sync.py")  # what a tuned entry depends on (engine/tune)
+# What a tuned entry depends on (engine/tune).
+SOURCES = ("all_reduce.py", "messages.py", "packed.py", "sync.py")
 ALGORITHMS = ("lamport", "flag", "two_shot", "nccl")
 
 
@@ -137,9 +136,7 @@ def one_shot_kernel(
     message = chunks.to(tl.int64) * 16
     targets = ()
     if PUSH:
-        # Own copy last; each rank starts at another peer, so that no link has all senders at once.
-        for i in tl.static_range(WORLD):
-            targets += (tl.load(peers + (rank + 1 + i) % WORLD),)  # type: ignore[assignment]
+        targets = peer_bases(peers, rank, WORLD)
     if PDL:
         gdc_wait()
     if PUSH:
@@ -147,13 +144,10 @@ def one_shot_kernel(
             chunk = block * BLOCK + lanes
             live = chunk < chunks
             at = chunk.to(tl.int64) * 16
-            w0, w1, w2, w3 = load16(x.to(tl.int64) + at, live)
-            w0, w1 = canonical_words(w0), canonical_words(w1)
-            w2, w3 = canonical_words(w2), canonical_words(w3)
+            w0, w1, w2, w3 = load_partial(x.to(tl.int64) + at, live)
             for i in tl.static_range(WORLD):
                 push16(targets[i] + slot + rank * message + at, w0, w1, w2, w3, live)
     if POLL:
-        armed = tl.full((BLOCK,), SENTINEL_16, tl.int32)
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             chunk = block * BLOCK + lanes
             live = chunk < chunks
@@ -163,174 +157,66 @@ def one_shot_kernel(
             if RESIDUAL:
                 held = load16(residual.to(tl.int64) + at, live)
             if not CLEAR_OWN:
-                for r in tl.static_range(WORLD):
-                    push16(own + clear + r * message + at, armed, armed, armed, armed, live)
-            words = wait_messages(
-                own + slot + at, message, 0, status, limit_us, rank, call_site, slot, WORLD, 4
-            )
-            if CLEAR_OWN:
-                tl.debug_barrier()  # every lane has read before any lane re-arms
-                for r in tl.static_range(WORLD):
-                    push16(own + slot + r * message + at, armed, armed, armed, armed, live)
-            y = sum_messages(words, held, WORLD, RESIDUAL, out.dtype.element_ty)
+                arm(own + clear + at, message, live, WORLD, BLOCK)
+            y = poll_sum(
+                own + slot + at, message, held, live, status, limit_us, rank, call_site, slot,
+                WORLD, BLOCK, RESIDUAL, CLEAR_OWN, out.dtype.element_ty,
+            )  # fmt: skip
             push16(out.to(tl.int64) + at, y[0], y[1], y[2], y[3], live)
 
 
-def address_of(buffer: torch.Tensor | int) -> int:
-    """Base address of a buffer given as a tensor or as an address."""
-    return buffer if isinstance(buffer, int) else buffer.data_ptr()
-
-
-def message_chunks(tensor: torch.Tensor, world: int) -> int:
-    """16-byte chunks of a message; EngineError for what the kernels cannot carry."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if tensor.element_size() != 2 or not tensor.is_contiguous():
-        raise EngineError(
-            f"all-reduce needs contiguous 16-bit values, not {tensor.dtype} with "
-            f"strides {tensor.stride()}"
-        )
-    if nbytes % 16 or tensor.data_ptr() % 16 or not nbytes:
-        raise EngineError(
-            f"all-reduce message of {nbytes} bytes at {tensor.data_ptr():#x}: size and address must "
-            "be multiples of 16; choose a hidden size that is a multiple of 8"
-        )
-    if not 2 <= world <= 8:
-        raise EngineError(f"all-reduce over {world} ranks: from 2 to 8 are supported (--tp)")
-    return nbytes // 16
+def _launch(x: torch.Tensor, config: AllReduceConfig | None, world: int, *args, **options) -> None:
+    chunks = message_chunks(x, world)
+    config = config or heuristic(world, chunks * 16)
+    launch(
+        one_shot_kernel, config.grid(chunks), x, *args, world=world, block=config.block,
+        num_warps=config.num_warps, **options,
+    )  # fmt: skip
 
 
 def push(
-    x: torch.Tensor,
-    peers: torch.Tensor,
-    slot_offset_bytes: int,
-    *,
-    rank: int,
-    world: int,
-    config: AllReduceConfig | None = None,
-    pdl: bool = False,
-) -> None:
+    x: torch.Tensor, peers: torch.Tensor, slot_offset_bytes: int, *, rank: int, world: int,
+    config: AllReduceConfig | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
     """Store x [rows, H] (16-bit partial sum) into slot message `rank` of every rank's buffer."""
-    chunks = message_chunks(x, world)
-    config = config or heuristic(world, chunks * 16)
-    one_shot_kernel[config.grid(chunks)](
-        x,
-        peers,
-        0,
-        x,
-        x,
-        0,
-        slot_offset_bytes,
-        0,
-        0,
-        rank,
-        DEFAULT_LIMIT_US,
-        chunks,
-        WORLD=world,
-        BLOCK=config.block,
-        PUSH=True,
-        POLL=False,
-        RESIDUAL=False,
-        CLEAR_OWN=False,
-        PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=1,
-        launch_pdl=pdl,
-    )
+    offsets = slot_offset_bytes, slot_offset_bytes
+    _launch(
+        x, config, world, peers, 0, offsets, None, x, None, rank=rank, call_site=0,
+        limit_us=DEFAULT_LIMIT_US, pdl=pdl, PUSH=True, POLL=False,
+    )  # fmt: skip
 
 
 def poll_residual(
-    buffer: torch.Tensor | int,
-    slot_offset_bytes: int,
-    clear_offset_bytes: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    rank: int,
-    world: int,
-    call_site: int,
-    config: AllReduceConfig | None = None,
-    pdl: bool = False,
+    buffer: torch.Tensor | int, slot_offset_bytes: int, clear_offset_bytes: int,
+    residual: torch.Tensor | None, out: torch.Tensor, status: torch.Tensor, *, rank: int, world: int,
+    call_site: int, config: AllReduceConfig | None = None, pdl: bool = False,
     limit_us: int = DEFAULT_LIMIT_US,
-) -> None:
+) -> None:  # fmt: skip
     """Wait for the slot's messages of all ranks; out [rows, H] = their sum + residual (may alias
     out).
 
     buffer: this rank's receive buffer. status: int32 [8] pinned (sync.py). Re-arms the slot at
     clear_offset_bytes (`LamportWorkspace.clear_offset`). Bits equal on all ranks.
     """
-    chunks = message_chunks(out, world)
-    config = config or heuristic(world, chunks * 16)
-    one_shot_kernel[config.grid(chunks)](
-        out,
-        out,
-        address_of(buffer),
-        out if residual is None else residual,
-        out,
-        status.data_ptr(),
-        slot_offset_bytes,
-        clear_offset_bytes,
-        call_site,
-        rank,
-        limit_us,
-        chunks,
-        WORLD=world,
-        BLOCK=config.block,
-        PUSH=False,
-        POLL=True,
-        RESIDUAL=residual is not None,
-        CLEAR_OWN=clear_offset_bytes == slot_offset_bytes,
-        PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=1,
-        launch_pdl=pdl,
-    )
+    offsets = slot_offset_bytes, clear_offset_bytes
+    _launch(
+        out, config, world, None, buffer, offsets, residual, out, status, rank=rank,
+        call_site=call_site, limit_us=limit_us, pdl=pdl, PUSH=False, POLL=True,
+    )  # fmt: skip
 
 
 def all_reduce(
-    x: torch.Tensor,
-    buffer: torch.Tensor | int,
-    peers: torch.Tensor,
-    slot_offset_bytes: int,
-    clear_offset_bytes: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    rank: int,
-    world: int,
-    call_site: int,
-    config: AllReduceConfig | None = None,
-    pdl: bool = False,
-    limit_us: int = DEFAULT_LIMIT_US,
-) -> None:
+    x: torch.Tensor, buffer: torch.Tensor | int, peers: torch.Tensor, slot_offset_bytes: int,
+    clear_offset_bytes: int, residual: torch.Tensor | None, out: torch.Tensor, status: torch.Tensor,
+    *, rank: int, world: int, call_site: int, config: AllReduceConfig | None = None,
+    pdl: bool = False, limit_us: int = DEFAULT_LIMIT_US,
+) -> None:  # fmt: skip
     """`push` and `poll_residual` in one launch. Never for two ranks of one device (see the top)."""
-    chunks = message_chunks(x, world)
-    config = config or heuristic(world, chunks * 16)
-    one_shot_kernel[config.grid(chunks)](
-        x,
-        peers,
-        address_of(buffer),
-        out if residual is None else residual,
-        out,
-        status.data_ptr(),
-        slot_offset_bytes,
-        clear_offset_bytes,
-        call_site,
-        rank,
-        limit_us,
-        chunks,
-        WORLD=world,
-        BLOCK=config.block,
-        PUSH=True,
-        POLL=True,
-        RESIDUAL=residual is not None,
-        CLEAR_OWN=clear_offset_bytes == slot_offset_bytes,
-        PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=1,
-        launch_pdl=pdl,
-    )
+    offsets = slot_offset_bytes, clear_offset_bytes
+    _launch(
+        x, config, world, peers, buffer, offsets, residual, out, status, rank=rank,
+        call_site=call_site, limit_us=limit_us, pdl=pdl, PUSH=True, POLL=True,
+    )  # fmt: skip
 
 
 def all_reduce_ref(

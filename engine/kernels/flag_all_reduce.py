@@ -32,7 +32,8 @@ import triton
 import triton.language as tl
 
 from engine.errors import EngineError
-from engine.kernels.all_reduce import AllReduceConfig, message_chunks
+from engine.kernels.all_reduce import AllReduceConfig
+from engine.kernels.messages import message_chunks
 from engine.kernels.packed import sum_messages
 from engine.kernels.sync import (
     DEFAULT_LIMIT_US,

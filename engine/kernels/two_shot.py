@@ -25,20 +25,16 @@ first poll.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from engine.errors import EngineError
-from engine.kernels.all_reduce import AllReduceConfig, address_of, heuristic, message_chunks
-from engine.kernels.packed import sum_messages
-from engine.kernels.slots import LamportWorkspace, clear_slot
+from engine.kernels.all_reduce import AllReduceConfig, heuristic
+from engine.kernels.messages import arm, launch, load_partial, message_chunks, peer_bases, poll_sum
+from engine.kernels.slots import LamportWorkspace
 from engine.kernels.sync import (
     DEFAULT_LIMIT_US,
-    SENTINEL_16,
-    canonical_words,
     gdc_launch_dependents,
     gdc_wait,
     load16,
@@ -49,45 +45,10 @@ from engine.kernels.sync import (
 PHASES = ("scatter", "reduce", "gather", "all")
 
 
-@dataclass(frozen=True)
-class TwoShotWorkspace:
-    """One rank's receive buffer: per slot a scatter area [world, shard] and a gather area [world *
-    shard].
-    """
-
-    world: int
-    rows: int
-    hidden: int
-    slots: int
-
-    @property
-    def shard_chunks(self) -> int:
-        return -(-self.rows * self.hidden * 2 // (16 * self.world))
-
-    @property
-    def slot_bytes(self) -> int:
-        return 2 * self.world * self.shard_chunks * 16
-
-    @property
-    def nbytes(self) -> int:
-        return self.slots * self.slot_bytes
-
-    def slot_offset(self, call: int) -> int:
-        return (call % self.slots) * self.slot_bytes
-
-    def clear_offset(self, call: int) -> int:
-        return clear_slot(call, self.slots) * self.slot_bytes
-
-    def _flat(self) -> LamportWorkspace:
-        return LamportWorkspace(1, 2 * self.world, self.shard_chunks * 8, self.slots)
-
-    def allocate(self, device: torch.device | str) -> torch.Tensor:
-        """uint8 [nbytes], armed; all ranks' before any rank pushes."""
-        return self._flat().allocate(device)
-
-    def reset(self, buffer: torch.Tensor) -> None:
-        """Arm every word: on all ranks, all idle, after an aborted call."""
-        self._flat().reset(buffer)
+def two_shot_workspace(world: int, rows: int, hidden: int, slots: int) -> LamportWorkspace:
+    """A slot: a scatter area of `world` shards, then a gather area of as many."""
+    shard_chunks = -(-rows * hidden * 2 // (16 * world))
+    return LamportWorkspace(2 * world, 1, shard_chunks * 8, slots)
 
 
 @triton.jit(
@@ -117,18 +78,14 @@ def two_shot_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    lanes = tl.arange(0, BLOCK)
     shard = tl.cdiv(chunks, WORLD)
     shard_bytes = shard.to(tl.int64) * 16
     gathered = WORLD * shard_bytes  # offset of the gather area in a slot
-    targets = ()
-    for i in tl.static_range(WORLD):  # another first peer for each rank, the own copy last
-        targets += (tl.load(peers + (rank + 1 + i) % WORLD),)  # type: ignore[assignment]
+    targets = peer_bases(peers, rank, WORLD)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lanes = tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
-    armed = tl.full((BLOCK,), SENTINEL_16, tl.int32)
     if SCATTER:
         for block in range(program, tl.cdiv(shard, BLOCK), programs):
             local = block * BLOCK + lanes
@@ -136,9 +93,7 @@ def two_shot_kernel(
             for i in tl.static_range(WORLD):
                 chunk = (rank + 1 + i) % WORLD * shard + local
                 live = (local < shard) & (chunk < chunks)
-                w0, w1, w2, w3 = load16(x.to(tl.int64) + chunk.to(tl.int64) * 16, live)
-                w0, w1 = canonical_words(w0), canonical_words(w1)
-                w2, w3 = canonical_words(w2), canonical_words(w3)
+                w0, w1, w2, w3 = load_partial(x.to(tl.int64) + chunk.to(tl.int64) * 16, live)
                 push16(targets[i] + place, w0, w1, w2, w3, live)
     if REDUCE:
         mine = tl.minimum(shard, chunks - rank * shard)  # may be <= 0: nothing to own
@@ -149,14 +104,10 @@ def two_shot_kernel(
             held = ()
             if RESIDUAL:
                 held = load16(residual.to(tl.int64) + rank * shard_bytes + at, live)
-            words = wait_messages(
-                own + slot + at, shard_bytes, 0, status, limit_us, rank, call_site, slot, WORLD, 4
-            )
-            if CLEAR_OWN:
-                tl.debug_barrier()  # every lane has read before any lane re-arms
-                for r in tl.static_range(WORLD):
-                    push16(own + slot + r * shard_bytes + at, armed, armed, armed, armed, live)
-            y = sum_messages(words, held, WORLD, RESIDUAL, out.dtype.element_ty)
+            y = poll_sum(
+                own + slot + at, shard_bytes, held, live, status, limit_us, rank, call_site, slot,
+                WORLD, BLOCK, RESIDUAL, CLEAR_OWN, out.dtype.element_ty,
+            )  # fmt: skip
             place = slot + gathered + rank * shard_bytes + at
             for i in tl.static_range(WORLD):
                 push16(targets[i] + place, y[0], y[1], y[2], y[3], live)
@@ -168,49 +119,26 @@ def two_shot_kernel(
             at = last.to(tl.int64) * 16
             if not CLEAR_OWN:
                 inside = chunk < WORLD * shard
-                place = own + clear + chunk.to(tl.int64) * 16
-                push16(place, armed, armed, armed, armed, inside)
-                push16(place + gathered, armed, armed, armed, armed, inside)
-            y = wait_messages(
-                own + slot + gathered + at,
-                0,
-                last // shard,
-                status,
-                limit_us,
-                rank,
-                call_site,
-                slot,
-                1,
-                4,
-            )
+                arm(own + clear + chunk.to(tl.int64) * 16, gathered, inside, 2, BLOCK)
+            place = own + slot + gathered + at
+            owner = last // shard
+            y = wait_messages(place, 0, owner, status, limit_us, rank, call_site, slot, 1, 4)
             if CLEAR_OWN:
                 tl.debug_barrier()
-                push16(own + slot + gathered + at, armed, armed, armed, armed, live)
+                arm(place, 0, live, 1, BLOCK)
             push16(out.to(tl.int64) + at, y[0], y[1], y[2], y[3], live)
 
 
 def two_shot(
-    x: torch.Tensor,
-    buffer: torch.Tensor | int,
-    peers: torch.Tensor,
-    slot_offset_bytes: int,
-    clear_offset_bytes: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    rank: int,
-    world: int,
-    call_site: int,
-    phase: str = "all",
-    config: AllReduceConfig | None = None,
-    pdl: bool = False,
-    limit_us: int = DEFAULT_LIMIT_US,
-) -> None:
+    x: torch.Tensor, buffer: torch.Tensor | int, peers: torch.Tensor, slot_offset_bytes: int,
+    clear_offset_bytes: int, residual: torch.Tensor | None, out: torch.Tensor, status: torch.Tensor,
+    *, rank: int, world: int, call_site: int, phase: str = "all",
+    config: AllReduceConfig | None = None, pdl: bool = False, limit_us: int = DEFAULT_LIMIT_US,
+) -> None:  # fmt: skip
     """out [rows, H] = sum of all ranks' x + residual (16-bit, contiguous). One phase, or all in
     one launch.
 
-    buffer, peers: of `TwoShotWorkspace`, offsets from its slot_offset / clear_offset. The residual
+    buffer, peers: of `two_shot_workspace`, offsets from its slot_offset / clear_offset. The residual
     is read in the reduce phase and `out` written in the gather phase: they may alias in separate
     launches (phase "all" forbids it: EngineError).
     """
@@ -222,29 +150,11 @@ def two_shot(
             "two-shot in one launch: out must not be the residual (other programs read it)"
         )
     config = config or heuristic(world, chunks * 16)
-    grid = config.grid(chunks if phase == "gather" else triton.cdiv(chunks, world))
-    two_shot_kernel[grid](
-        x,
-        peers,
-        address_of(buffer),
-        out if residual is None else residual,
-        out,
-        status.data_ptr(),
-        slot_offset_bytes,
-        clear_offset_bytes,
-        call_site,
-        rank,
-        limit_us,
-        chunks,
-        WORLD=world,
-        BLOCK=config.block,
-        SCATTER=phase in ("scatter", "all"),
-        REDUCE=phase in ("reduce", "all"),
-        GATHER=phase in ("gather", "all"),
-        RESIDUAL=residual is not None and phase in ("reduce", "all"),
-        CLEAR_OWN=clear_offset_bytes == slot_offset_bytes,
-        PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=1,
-        launch_pdl=pdl,
-    )
+    launch(
+        two_shot_kernel, config.grid(chunks if phase == "gather" else triton.cdiv(chunks, world)),
+        x, peers, buffer, (slot_offset_bytes, clear_offset_bytes),
+        residual if phase in ("reduce", "all") else None, out, status,
+        rank=rank, world=world, call_site=call_site, limit_us=limit_us,
+        block=config.block, num_warps=config.num_warps, pdl=pdl,
+        **{name.upper(): phase in (name, "all") for name in PHASES[:3]},
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-import engine.kernels.all_reduce as one_shot
+import engine.kernels.messages as messages
 from engine.errors import EngineError
 from engine.kernels.all_reduce import (
     AllReduceConfig,
@@ -21,7 +21,7 @@ from engine.kernels.all_reduce import (
 )
 from engine.kernels.flag_all_reduce import FlagWorkspace, flag_all_reduce
 from engine.kernels.slots import LamportWorkspace, clear_slot, lamport_slots, peer_table
-from engine.kernels.two_shot import TwoShotWorkspace, two_shot
+from engine.kernels.two_shot import two_shot, two_shot_workspace
 from tests.kernels.collective_group import (
     assert_same,
     checksum,
@@ -99,7 +99,7 @@ def test_phases(algorithm, world, device):
         buffers = [workspace.allocate(device, NEAR_WRAP) for _ in range(world)]
         phases = ("publish", "reduce")
     else:
-        workspace = TwoShotWorkspace(world, *shape, slots=slots)
+        workspace = two_shot_workspace(world, *shape, slots=slots)
         buffers = [workspace.allocate(device) for _ in range(world)]
         phases = ("scatter", "reduce", "gather")
     table = peer_table(buffers, device)
@@ -141,8 +141,8 @@ def test_reference_rounds_once():
 def test_fast_arithmetic_of_the_long_runs_is_the_kernels_own(device, monkeypatch):
     if device != "cpu":
         pytest.skip("replaces the arithmetic in the interpreter only")
-    monkeypatch.setattr(one_shot, "sum_messages", fast_sum_messages)
-    monkeypatch.setattr(one_shot, "canonical_words", fast_canonical_words)
+    monkeypatch.setattr(messages, "sum_messages", fast_sum_messages)
+    monkeypatch.setattr(messages, "canonical_words", fast_canonical_words)
     test_push_and_poll(4, torch.bfloat16, device)
     test_push_and_poll(2, torch.float16, device)
 
@@ -273,8 +273,8 @@ def test_processes(algorithm, world, calls, device, monkeypatch):
             "ranks are processes only in the interpreter; bench/all_reduce.py does it on cards"
         )
     if calls >= 100:  # the arithmetic is slow in the interpreter, and proved by the tests above
-        monkeypatch.setattr(one_shot, "sum_messages", fast_sum_messages)
-        monkeypatch.setattr(one_shot, "canonical_words", fast_canonical_words)
+        monkeypatch.setattr(messages, "sum_messages", fast_sum_messages)
+        monkeypatch.setattr(messages, "canonical_words", fast_canonical_words)
     shape = (1, 64)
     slots = lamport_slots(calls)
     config = AllReduceConfig(block=32, num_warps=1, programs=1)
@@ -282,7 +282,7 @@ def test_processes(algorithm, world, calls, device, monkeypatch):
         workspace = FlagWorkspace(world, *shape, programs=1)
         buffers = [workspace.allocate("cpu", NEAR_WRAP).share_memory_() for _ in range(world)]
     else:
-        kind = LamportWorkspace if algorithm == "lamport" else TwoShotWorkspace
+        kind = LamportWorkspace if algorithm == "lamport" else two_shot_workspace
         workspace = kind(world, *shape, slots=slots)
         buffers = [workspace.allocate("cpu").share_memory_() for _ in range(world)]
     table = peer_table(buffers, "cpu")
