@@ -24,50 +24,46 @@ Roof of an H200: weight bytes / 4.29 TB/s (measured copy) while T is below about
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.errors import EngineError
-from engine.kernels import gemm_async, gemm_fp8
+from engine.kernels import gemm_async, gemm_fp8, gemm_kernel
 from engine.kernels.epilogue import Epilogue, Residual, SiluMul, Store
-from engine.kernels.gemm_kernel import gemm_kernel
+from engine.kernels.gemm_config import (
+    FP8,
+    W8A8,
+    GemmConfig,
+    GemmEpilogue,
+    Operands,
+    heuristic,
+    workspace_sizes,
+)
 from engine.kernels.silu import silu_mul
 from engine.kernels.sync import INTERPRET
 
 KEY_FIELDS = ("t", "n", "k", "weight_dtype")
 NEAREST_FIELD = "t"  # every configuration is valid at every T
-SOURCES = ("gemm.py", "gemm_kernel.py", "gemm_async.py", "gemm_fp8.py")
+SOURCES = ("gemm_tile.py", "gemm_kernel.py", "gemm_async.py", "gemm_fp8.py")
 
-GemmEpilogue = Store | Residual | SiluMul
-
-_TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_FP8 = torch.float8_e4m3fn
-W8A8 = "w8a8"  # weight_dtype of a key whose x is FP8 as well, and the kernel that takes it
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """One way to run the GEMM. Powers of two except `stages` and `split_k`."""
-
-    kernel: str = (
-        "triton"  # or "async" (FP8 weights), "w8a8" (FP8 weights and x), "cublas" (16-bit weights)
-    )
-    block_t: int = 128  # rows of x in a tile
-    block_n: int = 128  # weight rows in a tile
-    block_k: int = 64
-    warps: int = 4
-    stages: int = 4  # depth of the load pipeline
-    swap: bool = (
-        False  # weight rows as the M operand of the tensor-core instruction ("async": always)
-    )
-    split_k: int = 1  # > 1 needs a workspace
-    group: int = 8  # token tiles that run next to each other on one weight tile
-    tma: bool = True  # tensor-memory-accelerator loads where alignment allows
-    promote: bool = False  # "w8a8": blocks of K summed in fp32, not by the tensor cores' 14 bits
+__all__ = [
+    "KEY_FIELDS",
+    "NEAREST_FIELD",
+    "SOURCES",
+    "W8A8",
+    "GemmConfig",
+    "GemmWorkspace",
+    "Residual",
+    "SiluMul",
+    "Store",
+    "gemm",
+    "heuristic",
+    "linear_ref",
+    "workspace",
+    "workspace_sizes",
+]
 
 
 @dataclass(frozen=True)
@@ -83,17 +79,6 @@ class GemmWorkspace:
     scratch: torch.Tensor
 
 
-def workspace_sizes(config: GemmConfig, t: int, n: int, epilogue: type) -> tuple[int, int, int]:
-    """Elements of (partials, tickets, scratch) that one call needs; a workspace takes the maxima
-    over calls."""
-    if config.kernel == "cublas":
-        return 0, 0, t * n if epilogue is SiluMul else 0
-    if config.split_k == 1:
-        return 0, 0, 0
-    tiles = triton.cdiv(t, config.block_t) * triton.cdiv(n, config.block_n)
-    return tiles * config.split_k * config.block_t * config.block_n, tiles, 0
-
-
 def workspace(
     sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str
 ) -> GemmWorkspace:
@@ -104,64 +89,6 @@ def workspace(
         torch.zeros(tickets, dtype=torch.int32, device=device),
         torch.empty(scratch, dtype=dtype, device=device),
     )
-
-
-def heuristic(
-    t: int, n: int, k: int, weight_dtype: str | torch.dtype, sm_count: int = 132
-) -> GemmConfig:
-    """Configuration for a shape no table knows: fills the SMs, then keeps tiles large.
-
-    weight_dtype: "w8a8" where x is FP8 too."""
-    if weight_dtype == W8A8:
-        return _heuristic_w8a8(t, n, k, sm_count)
-    fp8 = weight_dtype in ("fp8", _FP8)
-    kernel = "async" if fp8 else "triton"
-    if t <= 64:
-        # Bound by the read of the weights, so all SMs must stream, with deep pipelines.
-        tiles, blocks, split = triton.cdiv(n, 64), triton.cdiv(k, 128), 1
-        while tiles * split < sm_count and blocks // (split + 1) >= 8 and split < 8:
-            split += 1
-        return GemmConfig(
-            kernel, block_t=max(16, triton.next_power_of_2(t)), block_n=64, block_k=128, warps=4,
-            stages=6 if fp8 else 4, swap=True, split_k=split,
-        )  # fmt: skip
-
-    def waves(block_t: int, split: int) -> float:
-        """Tile areas one SM works off; a smaller tile reads more, a split adds its partial sums."""
-        tiles = triton.cdiv(t, block_t) * triton.cdiv(n, 128) * split
-        price = (1.0 if block_t == 256 else 1.1) * (1.0 if split == 1 else 1.05)
-        return triton.cdiv(tiles, sm_count) * block_t / split * price
-
-    options = [(256, 1), (128, 1)] if t > 128 else [(128, 1)]
-    options += [(128, split) for split in (2, 3) if triton.cdiv(k, 64) // split >= 8]
-    block_t, split = min(options, key=lambda option: waves(*option))
-    small = block_t == 128 and split == 1 and not fp8
-    return GemmConfig(
-        kernel, block_t=block_t, block_n=128, block_k=64, warps=4 if small else 8,
-        stages=3 if small else 4, swap=fp8, split_k=split,
-    )  # fmt: skip
-
-
-def _heuristic_w8a8(t: int, n: int, k: int, sm_count: int) -> GemmConfig:
-    """Least estimated time: tiles one SM works off at 70 % of 15 TFLOP/s, smaller ones at less,
-    and a split's fp32 partial tiles written and read at 4 TB/s."""
-    # block_t, block_n, warps, stages, split, price of a product
-    options = [(128, 256, 8, 4, 1, 1.0), (128, 128, 8, 3, 1, 1.1), (64, 128, 4, 3, 1, 1.4)]
-    options += [
-        (128, 128, 8, 3, split, 1.1) for split in (2, 3, 4) if triton.cdiv(k, 128) // split >= 8
-    ]
-
-    def us(option: tuple[int, int, int, int, int, float]) -> float:
-        block_t, block_n, _, _, split, price = option
-        programs = triton.cdiv(t, block_t) * triton.cdiv(n, block_n) * split
-        work = triton.cdiv(programs, sm_count) * 2 * block_t * block_n * k / split / 10.5e6 * price
-        return work + (0 if split == 1 else 8 * programs * block_t * block_n / 4e6)
-
-    block_t, block_n, warps, stages, split, _ = min(options, key=us)
-    return GemmConfig(
-        W8A8, block_t=block_t, block_n=block_n, block_k=128, warps=warps, stages=stages,
-        split_k=split,
-    )  # fmt: skip
 
 
 def gemm(
@@ -186,17 +113,19 @@ def gemm(
     "async" runs on Triton too where it cannot (16-bit weights, rows not 16-byte aligned, the
     interpreter). Raises EngineError for an epilogue, a dtype or a shape it does not do.
     """
-    t, k = x.shape
-    n = w.shape[0]
-    epilogue = _checked(x, w, epilogue, scale, x_scale)
-    if (config.kernel == W8A8) != (x.dtype == _FP8):
-        config = heuristic(t, n, k, W8A8 if x.dtype == _FP8 else w.dtype)
-    if config.kernel == "cublas" and _cublas(x, w, epilogue, scale, bias, workspace, pdl):
-        return
+    call = Operands(
+        x, w, _checked(x, w, epilogue, scale, x_scale), scale, bias, x_scale,
+        None if workspace is None else workspace.partials,
+        None if workspace is None else workspace.tickets,
+    )  # fmt: skip
+    t, n, k = call.sizes
+    if (config.kernel == W8A8) != (x.dtype == FP8):
+        config = heuristic(t, n, k, W8A8 if x.dtype == FP8 else w.dtype)
     if config.kernel == "cublas":
+        if _cublas(call, None if workspace is None else workspace.scratch):
+            return
         config = heuristic(t, n, k, w.dtype)
     split = 1 if workspace is None else min(config.split_k, triton.cdiv(k, config.block_k))
-    tiles = triton.cdiv(t, config.block_t) * triton.cdiv(n, config.block_n)
     if workspace is not None and split > 1:
         need = workspace_sizes(config, t, n, type(epilogue))
         if workspace.partials.numel() < need[0] or workspace.tickets.numel() < need[1]:
@@ -205,41 +134,15 @@ def gemm(
                 f"{workspace.tickets.numel()} tickets; {config} at T={t} N={n} needs {need[:2]}"
             )
     tma = config.tma and _tma_able(x) and _tma_able(w)
-    out = epilogue.out
-    residual = epilogue.residual if isinstance(epilogue, Residual) else out
-    partials = out if workspace is None else workspace.partials
-    tickets = out if workspace is None else workspace.tickets
-    kind = _EPILOGUES[type(epilogue)]
-    if x_scale is not None and scale is not None:
-        gemm_fp8.launch(
-            x, w, out, residual, x_scale, scale, bias, partials, tickets,
-            blocks=(config.block_t, config.block_n, config.block_k), warps=config.warps,
-            stages=config.stages, group=config.group, split=split, promote=config.promote, tma=tma,
-            epilogue=kind, pdl=pdl,
-        )  # fmt: skip
-        return
-    if config.kernel == "async" and tma and w.dtype == _FP8 and scale is not None and not INTERPRET:
-        gemm_async.launch(
-            x, w, out, residual, scale, bias, partials, tickets,
-            blocks=(config.block_t, config.block_n, config.block_k), warps=config.warps,
-            stages=config.stages, group=config.group, split=split, epilogue=kind, pdl=pdl,
-        )  # fmt: skip
-        return
-    gemm_kernel[(tiles * split,)](
-        TensorDescriptor.from_tensor(x, [config.block_t, config.block_k]) if tma else x,
-        TensorDescriptor.from_tensor(w, [config.block_n, config.block_k]) if tma else w,
-        out, residual, out if scale is None else scale, out if bias is None else bias,
-        partials, tickets,
-        t, n, k, x.stride(0), w.stride(0), out.stride(0), residual.stride(0),
-        BT=config.block_t, BN=config.block_n, BK=config.block_k, GROUP=config.group,
-        SWAP=config.swap, SPLIT=split, TMA=tma, EPILOGUE=kind,
-        HAS_SCALE=scale is not None, HAS_BIAS=bias is not None, FP8=w.dtype == _FP8,
-        DTYPE=_TL_DTYPE[x.dtype], PDL=pdl,
-        num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,
-    )  # fmt: skip
-
-
-_EPILOGUES: dict[type, int] = {Store: 0, Residual: 1, SiluMul: 2}
+    settled = replace(config, split_k=split, tma=tma)
+    if x.dtype == FP8:
+        gemm_fp8.launch(call, settled, pdl)
+    elif (
+        config.kernel == "async" and tma and w.dtype == FP8 and scale is not None and not INTERPRET
+    ):
+        gemm_async.launch(call, settled, pdl)
+    else:
+        gemm_kernel.launch(call, settled, pdl)
 
 
 def _checked(
@@ -253,11 +156,11 @@ def _checked(
         raise EngineError(
             f"gemm: no {type(epilogue).__name__} epilogue; it has Store, Residual, SiluMul"
         )
-    if x.dtype not in (*_TL_DTYPE, _FP8) or w.dtype not in (x.dtype, _FP8):
+    if x.dtype not in (*gemm_kernel.TL_DTYPE, FP8) or w.dtype not in (x.dtype, FP8):
         raise EngineError(
             f"gemm: x {x.dtype} with w {w.dtype}; x is bf16, fp16 or e4m3, w the same or e4m3"
         )
-    if (x.dtype == _FP8) != (x_scale is not None) or (x_scale is not None and scale is None):
+    if (x.dtype == FP8) != (x_scale is not None) or (x_scale is not None and scale is None):
         raise EngineError("gemm: an e4m3 x needs x_scale and scale, and only that takes x_scale")
     columns = w.shape[0] // 2 if isinstance(epilogue, SiluMul) else w.shape[0]
     if x.shape[1] != w.shape[1] or tuple(epilogue.out.shape) != (x.shape[0], columns):
@@ -272,43 +175,34 @@ def _tma_able(matrix: torch.Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
-def _cublas(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    epilogue: GemmEpilogue,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    workspace: GemmWorkspace | None,
-    pdl: bool,
-) -> bool:
+def _cublas(call: Operands, scratch: torch.Tensor | None) -> bool:
     """The library's GEMM, where it can do the call (True). Allocates nothing once it is warm.
 
     Residual is the library's own C operand: fp32 sum, one rounding. SiluMul rounds the pairs to 16
     bits first.
     """
-    if w.dtype != x.dtype or scale is not None or epilogue.out.dtype != x.dtype:
+    x, w, bias, out = call.x, call.w, call.bias, call.out
+    if w.dtype != x.dtype or call.scale is not None or out.dtype != x.dtype:
         return False
-    if isinstance(epilogue, Residual):
+    if isinstance(call.epilogue, Residual):
         if bias is not None:
             return False
-        if epilogue.out.data_ptr() != epilogue.residual.data_ptr():
-            epilogue.out.copy_(epilogue.residual)
-        epilogue.out.addmm_(x, w.t())
+        if out.data_ptr() != call.residual.data_ptr():
+            out.copy_(call.residual)
+        out.addmm_(x, w.t())
         return True
-    pairs = epilogue.out
-    if isinstance(epilogue, SiluMul):
-        size = x.shape[0] * w.shape[0]
-        if workspace is None or workspace.scratch.numel() < size:
+    pairs = out
+    if isinstance(call.epilogue, SiluMul):
+        t, n, _ = call.sizes
+        if scratch is None or scratch.numel() < t * n:
             return False
-        pairs = workspace.scratch[:size].view(x.shape[0], w.shape[0])
+        pairs = scratch[: t * n].view(t, n)
     if bias is None:
         torch.mm(x, w.t(), out=pairs)
     else:
         torch.addmm(bias, x, w.t(), out=pairs)
-    if isinstance(epilogue, SiluMul):
-        silu_mul(
-            pairs, epilogue.out, pdl=False
-        )  # the library's kernel never releases dependents early
+    if isinstance(call.epilogue, SiluMul):  # the library never releases dependents early
+        silu_mul(pairs, out, pdl=False)
     return True
 
 

@@ -21,7 +21,6 @@ a thread.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,19 +32,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from engine.kernels.gemm_kernel import E4M3_TO_BF16, RESIDUAL, SILU_MUL
+from engine.kernels.gemm_config import GemmConfig, Operands
+from engine.kernels.gemm_tile import (
+    RESIDUAL,
+    SILU_MUL,
+    add_parts,
+    leave_part,
+    tile_of_program,
+    upcast_fp8,
+)
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
-
-
-@gluon.jit
-def _upcast(w, DTYPE: gl.constexpr):
-    """e4m3 -> DTYPE, exact for every finite value (see gemm_kernel.upcast_fp8)."""
-    if DTYPE == gl.bfloat16:  # noqa: SIM300 - a type, not a constant
-        return gl.inline_asm_elementwise(
-            E4M3_TO_BF16, "=r,=r,r", [w], dtype=gl.bfloat16, is_pure=True, pack=4
-        )
-    else:
-        return w.to(DTYPE)
 
 
 @gluon.jit
@@ -81,7 +77,7 @@ def _step(
     returns it."""
     slot = (block - first) % STAGES
     mbarrier.wait(bars.index(slot), ((block - first) // STAGES) & 1)
-    weights = _upcast(ws.index(slot).load(FRAGMENT), DTYPE)
+    weights = upcast_fp8(ws.index(slot).load(FRAGMENT), DTYPE)
     acc = warpgroup_mma_wait(0, deps=[running])
     running = warpgroup_mma(
         weights, xs.index(slot).permute((1, 0)), warpgroup_mma_init(acc), is_async=True
@@ -152,17 +148,10 @@ def gemm_async_kernel(
     STAGES: gl.constexpr, SPLIT: gl.constexpr, EPILOGUE: gl.constexpr, HAS_BIAS: gl.constexpr,
     DTYPE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of T x tiles of N x SPLIT, one dimension, in the order of gemm_kernel."""
+    """Grid: tiles of T x tiles of N x SPLIT, one dimension."""
     if PDL:
         gdc_launch_dependents()
-    tiles_t = (T + BT - 1) // BT
-    tiles_n = (N + BN - 1) // BN
-    tile = gl.program_id(0) % (tiles_t * tiles_n)
-    part = gl.program_id(0) // (tiles_t * tiles_n)
-    group = tile // (GROUP * tiles_n)
-    group_rows = gl.minimum(tiles_t - group * GROUP, GROUP)
-    tile_t = group * GROUP + tile % (GROUP * tiles_n) % group_rows
-    tile_n = tile % (GROUP * tiles_n) // group_rows
+    tile, part, tile_t, tile_n = tile_of_program(T, N, BT, BN, GROUP)
     row_t = tile_t * BT
     row_n = tile_n * BN
     blocks = (K + BK - 1) // BK
@@ -187,7 +176,7 @@ def gemm_async_kernel(
         _issue_tokens(x_desc, xs, bars, first, first + s, row_t, last, STAGES)
 
     mbarrier.wait(bars.index(0), 0)
-    weights = _upcast(ws.index(0).load(FRAGMENT), DTYPE)
+    weights = upcast_fp8(ws.index(0).load(FRAGMENT), DTYPE)
     acc = gl.zeros([BN, BT], gl.float32, MMA)
     running = warpgroup_mma(
         weights, xs.index(0).permute((1, 0)), warpgroup_mma_init(acc), is_async=True
@@ -214,20 +203,14 @@ def gemm_async_kernel(
             acc, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
             BT, BN, EPILOGUE, HAS_BIAS, MMA,
         )  # fmt: skip
-    else:  # as in gemm_kernel: partial tiles, a ticket, the last to arrive adds in order of K
+    else:
         row = gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
         column = gl.arange(0, BT, layout=gl.SliceLayout(0, MMA))
         mine = (
             partials + tile.to(gl.int64) * (SPLIT * BT * BN) + row[:, None] * BT + column[None, :]
         )
-        gl.store(mine + part * (BT * BN), acc)
-        gl.thread_barrier()
-        arrived = gl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT - 1:
-            total = gl.load(mine, cache_modifier=".cg")
-            for other in range(1, SPLIT):
-                total += gl.load(mine + other * (BT * BN), cache_modifier=".cg")
-            gl.store(tickets + tile, 0)
+        if leave_part(mine, acc, part, tickets, tile, BT * BN) == SPLIT - 1:
+            total = add_parts(mine, tickets, tile, BT * BN, SPLIT)
             _epilogue(
                 total, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
                 BT, BN, EPILOGUE, HAS_BIAS, MMA,
@@ -237,36 +220,18 @@ def gemm_async_kernel(
 _DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def launch(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    out: torch.Tensor,
-    residual: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    partials: torch.Tensor,
-    tickets: torch.Tensor,
-    *,
-    blocks: tuple[int, int, int],
-    warps: int,
-    stages: int,
-    group: int,
-    split: int,
-    epilogue: int,
-    pdl: bool,
-) -> None:
-    """x [T, K] 16-bit, w [N, K] e4m3, both with 16-byte aligned rows; blocks = (BT, BN, BK), BT <=
-    256, BN a multiple of 16 * warps. Arguments as `gemm` checks them."""
-    (t, k), n = x.shape, w.shape[0]
-    bt, bn, bk = blocks
-    dtype = _DTYPE[x.dtype]
-    x_layout = gl.NVMMASharedLayout.get_default_for([bt, bk], dtype)
-    w_layout = gl.NVMMASharedLayout.get_default_for([bn, bk], gl.float8e4nv)
-    gemm_async_kernel[(triton.cdiv(t, bt) * triton.cdiv(n, bn) * split,)](
-        TensorDescriptor.from_tensor(x, [bt, bk], x_layout),
-        TensorDescriptor.from_tensor(w, [bn, bk], w_layout),
-        out, residual, scale, scale if bias is None else bias, partials, tickets,
-        t, n, k, out.stride(0), residual.stride(0),
-        BT=bt, BN=bn, BK=bk, GROUP=group, STAGES=stages, SPLIT=split, EPILOGUE=epilogue,
-        HAS_BIAS=bias is not None, DTYPE=dtype, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+def launch(call: Operands, config: GemmConfig, pdl: bool) -> None:
+    """x 16-bit, w e4m3, both with 16-byte aligned rows; block_t <= 256, block_n a multiple of 16 x warps.
+    config: as `gemm` has settled it for this call."""
+    dtype = _DTYPE[call.x.dtype]
+
+    def descriptor(matrix: torch.Tensor, rows: int, kind: gl.dtype) -> TensorDescriptor:
+        block = [rows, config.block_k]
+        layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+        return TensorDescriptor.from_tensor(matrix, block, layout)
+
+    gemm_async_kernel[call.grid(config)](
+        descriptor(call.x, config.block_t, dtype), descriptor(call.w, config.block_n, gl.float8e4nv),
+        *call.pointers("scale", "bias", "partials", "tickets"), *call.sizes, *call.strides()[2:],
+        **call.constants(config, pdl), STAGES=config.stages, DTYPE=dtype,
     )  # fmt: skip

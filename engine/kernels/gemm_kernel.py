@@ -1,134 +1,31 @@
-"""Device code of the prefill GEMM (see gemm.py for the formula, the shapes and the roof).
+"""The plain prefill GEMM (formula, shapes and roof: gemm.py), which is also the interpreter's.
 
-One program computes one output tile over all of K, or over 1/SPLIT of it. Letters: BT rows of x, BN
-weight rows, BK of the shared dimension. SWAP makes the weight rows the M operand of the tensor-core
-instruction (wgmma has M = 64 at least, N from 8): a tile of 16 tokens then wastes nothing.
+One program computes one output tile over all of K, or over 1/SPLIT of it. SWAP makes the weight rows
+the M operand of the tensor-core instruction (wgmma has M = 64 at least, N from 8): a tile of 16 tokens
+then wastes nothing.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.sync import INTERPRET, gdc_launch_dependents, gdc_wait
+from engine.kernels.gemm_config import FP8, GemmConfig, Operands
+from engine.kernels.gemm_tile import (
+    add_parts,
+    dot,
+    finish_tile,
+    k_blocks,
+    leave_part,
+    load_tile,
+    part_address,
+    tile_of_program,
+    upcast_fp8,
+)
+from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
-STORE = tl.constexpr(0)
-RESIDUAL = tl.constexpr(1)
-SILU_MUL = tl.constexpr(2)
-
-# Four e4m3 -> four bf16. S EEEE MMM is sign-extended to 16 bits, shifted to the place of bf16's
-# sign, low exponent and high mantissa bits, and scaled by 2^120, the difference of the two exponent
-# biases; subnormals come out right because bf16 has them too. Four instructions for two values; the
-# compiler's own way (through fp16) needs F2F, which runs at a quarter of the rate. e4m3's NaN
-# (0x7f, 0xff) would read as 480: weights hold none.
-E4M3_TO_BF16 = tl.constexpr("""
-{
-.reg .b32 lo, hi, two120;
-mov.b32 two120, 0x7b807b80;
-prmt.b32 lo, $2, 0, 0x9180;
-prmt.b32 hi, $2, 0, 0xb3a2;
-shl.b32 lo, lo, 4;
-shl.b32 hi, hi, 4;
-and.b32 lo, lo, 0x87f087f0;
-and.b32 hi, hi, 0x87f087f0;
-mul.rn.bf16x2 $0, lo, two120;
-mul.rn.bf16x2 $1, hi, two120;
-}
-""")
-
-
-@triton.jit
-def upcast_fp8(w, dtype: tl.constexpr):
-    """e4m3 -> dtype, exact for every finite value (fp32 in the interpreter, whose dot wants it)."""
-    if INTERPRET:
-        return w.to(tl.float32)
-    elif dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            E4M3_TO_BF16,
-            "=r,=r,r",
-            [w],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return w.to(dtype)
-
-
-@triton.jit
-def _load_tile(
-    source, row, k, rows, K, stride, BR: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr
-):
-    """[BR, BK] of a [rows, K] matrix; zeros outside. `source` is a TMA descriptor or a pointer."""
-    if TMA:
-        return source.load([row, k])
-    else:
-        r = row + tl.arange(0, BR)[:, None]
-        c = k + tl.arange(0, BK)[None, :]
-        inside = (r < rows) & (c < K)
-        return tl.load(source + r.to(tl.int64) * stride + c, mask=inside, other=0.0)
-
-
-@triton.jit
-def _dot(a, b, acc):
-    if INTERPRET:  # it would multiply the bit patterns of bf16
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc)
-
-
-@triton.jit
-def _across(v, SWAP: tl.constexpr):
-    """A vector over weight rows, shaped to broadcast over the accumulator."""
-    if SWAP:
-        return v[:, None]
-    else:
-        return v[None, :]
-
-
-@triton.jit
-def _offsets(t, n, stride, SWAP: tl.constexpr):
-    if SWAP:
-        return t[None, :].to(tl.int64) * stride + n[:, None]
-    else:
-        return t[:, None].to(tl.int64) * stride + n[None, :]
-
-
-@triton.jit
-def _inside(t, n, T, N, SWAP: tl.constexpr):
-    if SWAP:
-        return (t[None, :] < T) & (n[:, None] < N)
-    else:
-        return (t[:, None] < T) & (n[None, :] < N)
-
-
-@triton.jit
-def _epilogue(
-    acc, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
-    BT: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """acc fp32 ([BN, BT] if SWAP, else [BT, BN]) -> scale, bias, epilogue, one rounding, store."""
-    t = tile_t * BT + tl.arange(0, BT)
-    n = tile_n * BN + tl.arange(0, BN)
-    if HAS_SCALE:
-        acc = acc * _across(tl.load(scale + n, mask=n < N, other=0.0), SWAP)
-    if HAS_BIAS:
-        acc = acc + _across(tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32), SWAP)
-    if EPILOGUE == SILU_MUL:
-        if SWAP:
-            pairs = tl.permute(tl.reshape(acc, [BN // 2, 2, BT]), (0, 2, 1))
-        else:
-            pairs = tl.reshape(acc, [BT, BN // 2, 2])
-        gate, up = tl.split(pairs)
-        acc = gate / (1.0 + tl.exp(-gate)) * up
-        n = tile_n * (BN // 2) + tl.arange(0, BN // 2)
-        N = N // 2
-    inside = _inside(t, n, T, N, SWAP)
-    if EPILOGUE == RESIDUAL:
-        old = tl.load(residual + _offsets(t, n, res_stride, SWAP), mask=inside, other=0.0)
-        acc = old.to(tl.float32) + acc
-    tl.store(out + _offsets(t, n, out_stride, SWAP), acc.to(out.dtype.element_ty), mask=inside)
+TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -143,63 +40,44 @@ def gemm_kernel(
     """Grid: tiles of T x tiles of N x SPLIT, one dimension."""
     if PDL:
         gdc_launch_dependents()
-    tiles_t = tl.cdiv(T, BT)
-    tiles_n = tl.cdiv(N, BN)
-    tiles = tiles_t * tiles_n
-    tile = tl.program_id(0) % tiles
-    part = tl.program_id(0) // tiles
-    # Neighbouring programs share a weight tile: up to GROUP token tiles of one weight tile, then
-    # the next. Weights then come from HBM once for every GROUP * BT tokens, and x stays in L2.
-    group = tile // (GROUP * tiles_n)
-    group_rows = min(tiles_t - group * GROUP, GROUP)
-    tile_t = group * GROUP + tile % (GROUP * tiles_n) % group_rows
-    tile_n = tile % (GROUP * tiles_n) // group_rows
-
-    blocks = tl.cdiv(K, BK)
-    first = 0
-    last = blocks
-    if SPLIT > 1:
-        first = part * blocks // SPLIT
-        last = (part + 1) * blocks // SPLIT
+    tile, part, tile_t, tile_n = tile_of_program(T, N, BT, BN, GROUP)
+    first, last = k_blocks(part, K, BK, SPLIT)
     if SWAP:
         acc = tl.full([BN, BT], 0.0, tl.float32)
     else:
         acc = tl.full([BT, BN], 0.0, tl.float32)
-    tl.assume(last > first)  # a loop that may not run at all makes ptxas serialise its wgmma
     if PDL:
         gdc_wait()
     for block in range(first, last):
-        weights = _load_tile(w, tile_n * BN, block * BK, N, K, w_stride, BN, BK, TMA)
-        tokens = _load_tile(x, tile_t * BT, block * BK, T, K, x_stride, BT, BK, TMA)
+        weights = load_tile(w, tile_n * BN, block * BK, N, K, w_stride, BN, BK, TMA)
+        tokens = load_tile(x, tile_t * BT, block * BK, T, K, x_stride, BT, BK, TMA)
         if FP8:
             weights = upcast_fp8(weights, DTYPE)
         if SWAP:
-            acc = _dot(weights, tokens.T, acc)
+            acc = dot(weights, tokens.T, acc)
         else:
-            acc = _dot(tokens, weights.T, acc)
+            acc = dot(tokens, weights.T, acc)
 
     if SPLIT == 1:
-        _epilogue(
+        finish_tile(
             acc, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
             BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
         )  # fmt: skip
     else:
-        # Each part leaves its fp32 tile in the workspace; the last to arrive adds them in order of
-        # K, so the bits do not depend on who was last, and re-arms the ticket.
-        if SWAP:
-            place = tl.arange(0, BN)[:, None] * BT + tl.arange(0, BT)[None, :]
-        else:
-            place = tl.arange(0, BT)[:, None] * BN + tl.arange(0, BN)[None, :]
-        mine = partials + tile.to(tl.int64) * (SPLIT * BT * BN) + place
-        tl.store(mine + part * (BT * BN), acc)
-        tl.debug_barrier()  # every thread's part is written before one thread takes the ticket
-        arrived = tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT - 1:
-            total = tl.load(mine, cache_modifier=".cg")
-            for other in range(1, SPLIT):
-                total += tl.load(mine + other * (BT * BN), cache_modifier=".cg")
-            tl.store(tickets + tile, 0)
-            _epilogue(
+        mine = part_address(partials, tile, BT, BN, SPLIT, SWAP)
+        if leave_part(mine, acc, part, tickets, tile, BT * BN) == SPLIT - 1:
+            total = add_parts(mine, tickets, tile, BT * BN, SPLIT)
+            finish_tile(
                 total, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
                 BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
             )  # fmt: skip
+
+
+def launch(call: Operands, config: GemmConfig, pdl: bool) -> None:
+    """x 16-bit, w the same or e4m3. config: as `gemm` has settled it for this call."""
+    gemm_kernel[call.grid(config)](
+        *call.operands(config), *call.pointers("scale", "bias", "partials", "tickets"),
+        *call.sizes, *call.strides(), **call.constants(config, pdl), SWAP=config.swap,
+        TMA=config.tma, HAS_SCALE=call.scale is not None, FP8=call.w.dtype == FP8,
+        DTYPE=TL_DTYPE[call.x.dtype], num_stages=config.stages,
+    )  # fmt: skip

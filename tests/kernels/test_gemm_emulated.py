@@ -30,7 +30,7 @@ def test_emulated_swizzle_is_a_permutation_within_its_pattern(swizzle: int) -> N
 
 def test_every_finite_e4m3_value_becomes_the_same_bf16() -> None:
     """The four-instruction conversion, instruction by instruction, on all 254 finite codes."""
-    from engine.kernels.gemm_kernel import E4M3_TO_BF16
+    from engine.kernels.gemm_tile import E4M3_TO_BF16
     from tests.kernels.ptx_emulator import Memory, parse
     from tests.kernels.ptx_hopper import HopperBlock
 
