@@ -15,9 +15,8 @@ from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def rmsnorm_kernel(
-    x, weight, out, H, eps, x_stride, out_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def normed_row(x, weight, H, eps, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """(row of this program, columns, which of them exist, x * rstd * weight in fp32: 0 elsewhere)."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -28,8 +27,21 @@ def rmsnorm_kernel(
         gdc_wait()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
-    result = value * rstd * gain
+    return row, column, inside, value * rstd * gain
+
+
+@triton.jit
+def rmsnorm_kernel(
+    x, weight, out, H, eps, x_stride, out_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row, column, inside, result = normed_row(x, weight, H, eps, x_stride, BLOCK, PDL)
     tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+def norm_launch(hidden: int) -> dict[str, int]:
+    """BLOCK and num_warps of a kernel that norms a row in one program."""
+    block = triton.next_power_of_2(hidden)
+    return dict(BLOCK=block, num_warps=min(8, max(1, block // 512)))
 
 
 def rmsnorm(
@@ -37,10 +49,9 @@ def rmsnorm(
 ) -> None:
     """x [T, H] 16-bit, weight [H], out [T, H] 16-bit; rows may be strided, `out` may be `x`."""
     rows, hidden = x.shape
-    block = triton.next_power_of_2(hidden)
     rmsnorm_kernel[(rows,)](
-        x, weight, out, hidden, eps, x.stride(0), out.stride(0), BLOCK=block, PDL=pdl,
-        num_warps=min(8, max(1, block // 512)), launch_pdl=pdl,
+        x, weight, out, hidden, eps, x.stride(0), out.stride(0), **norm_launch(hidden), PDL=pdl,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.norm import rmsnorm_ref
+from engine.kernels.norm import norm_launch, normed_row, rmsnorm_ref
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 FP8 = torch.float8_e4m3fn
@@ -52,18 +52,9 @@ def quantize_rows_kernel(
 def rmsnorm_quantize_kernel(
     x, weight, x8, scale, H, eps, x_stride, x8_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < H
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
+    row, column, inside, normed = normed_row(x, weight, H, eps, x_stride, BLOCK, PDL)
     # Rounded as rmsnorm would store it, so that the two kernels and this one give the same bits.
-    normed = (value * rstd * gain).to(x.dtype.element_ty).to(tl.float32)
+    normed = normed.to(x.dtype.element_ty).to(tl.float32)
     _store_row(normed, x8, scale, row, column, inside, x8_stride)
 
 
@@ -97,10 +88,9 @@ def rmsnorm_quantize(
 
     x [T, H] 16-bit, weight [H] -> x8 [T, H] float8_e4m3fn, scale fp32 [T]."""
     rows, hidden = x.shape
-    block = triton.next_power_of_2(hidden)
     rmsnorm_quantize_kernel[(rows,)](
-        x, weight, x8, scale, hidden, eps, x.stride(0), x8.stride(0), BLOCK=block, PDL=pdl,
-        num_warps=min(8, max(1, block // 512)), launch_pdl=pdl,
+        x, weight, x8, scale, hidden, eps, x.stride(0), x8.stride(0), **norm_launch(hidden),
+        PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
 
 
