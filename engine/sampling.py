@@ -44,6 +44,18 @@ class Controls:
         )
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How the tokens of a slot are chosen."""
+
+    temperature: float = 0.0  # 0 is greedy
+    seed: int = 0  # int32 key of the noise
+    controls: Controls | None = None  # None: neutral
+
+
+GREEDY = Draw()
+
+
 def _option(default, help: str, *, flags: tuple[str, ...] = (), neutral: tuple = (), **extra):
     """A field; `neutral` lists the only values of a parameter that the sampler does not implement."""
     metadata = {"help": help, "flags": flags, "neutral": neutral, **extra}

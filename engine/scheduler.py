@@ -15,41 +15,17 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from engine.errors import DeviceError, EngineError
 from engine.outputs import Delta, Logprob, top_logprobs
 from engine.request import Request
-from engine.sampling import Controls
+from engine.sampling import Draw
 
 if TYPE_CHECKING:
-    import torch
+    from engine.runtime.executor import Executor
 
 _LOGPROB_ROWS = 128  # prompt positions ranked at a time: fp64 [128, 152064] is 156 MB
-
-
-class Executor(Protocol):
-    """What the scheduler drives; engine/runtime/executor.py says what each call promises."""
-
-    num_slots: int
-    max_model_len: int
-    max_in_flight: int
-
-    def prefill(
-        self,
-        slot: int,
-        token_ids: Sequence[int],
-        start: int = 0,
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        controls: Controls | None = None,
-    ) -> int: ...
-    def decode(self, slots: Sequence[int]) -> int: ...
-    def read(self, step: int) -> list[int]: ...
-    def logits(self, step: int) -> torch.Tensor: ...
-    def prompt_logits(self, slot: int, token_ids: Sequence[int]) -> torch.Tensor: ...
-    def recover(self) -> None: ...
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -222,10 +198,8 @@ class Scheduler:
         try:
             if params.prompt_logprobs is not None:
                 request.prompt_logprobs = self._prompt_logprobs(request, slot)
-            handle = self._executor.prefill(
-                slot, ids[start:], start, temperature=params.temperature, seed=request.seed,
-                controls=request.controls,
-            )  # fmt: skip
+            draw = Draw(params.temperature, request.seed, request.controls)
+            handle = self._executor.prefill(slot, ids[start:], start, draw)
         except EngineError as e:  # refused before any work
             del self._running[slot]
             request.slot = None

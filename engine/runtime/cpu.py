@@ -19,7 +19,7 @@ from engine.runtime.controls import set_controls
 from engine.runtime.executor import check_prompt
 from engine.runtime.phases import Phases
 from engine.runtime.state import new_state, rope_table
-from engine.sampling import Controls
+from engine.sampling import GREEDY, Draw
 
 
 class CpuExecutor:
@@ -60,20 +60,13 @@ class CpuExecutor:
         self._steps = 0
 
     def prefill(
-        self,
-        slot: int,
-        token_ids: Sequence[int],
-        start: int = 0,
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        controls: Controls | None = None,
+        self, slot: int, token_ids: Sequence[int], start: int = 0, draw: Draw = GREEDY
     ) -> int:
         check_prompt(slot, len(token_ids), start, self.num_slots, self.max_model_len)
         for state in self._states:
-            state.temperature[slot] = temperature
-            state.seeds[slot] = seed
-        set_controls(self._states, slot, controls)
+            state.temperature[slot] = draw.temperature
+            state.seeds[slot] = draw.seed
+        set_controls(self._states, slot, draw.controls)
         return self._push(self._prompt_step(slot, token_ids, start, "last"))
 
     def decode(self, slots: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.sampling import Controls
+from engine.sampling import GREEDY, Draw
 
 
 class Executor(Protocol):
@@ -18,18 +18,11 @@ class Executor(Protocol):
     max_in_flight: int  # steps that may be queued beyond the oldest unread one
 
     def prefill(
-        self,
-        slot: int,
-        token_ids: Sequence[int],
-        start: int = 0,
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        controls: Controls | None = None,
+        self, slot: int, token_ids: Sequence[int], start: int = 0, draw: Draw = GREEDY
     ) -> int:
         """Queue a prompt; KV of [0, start) already in the slot is kept. Returns a step handle with one row.
 
-        controls: top-k, penalties and the like; None is neutral. They hold until the slot's next prefill.
+        draw: how this slot's tokens are chosen until its next prefill.
         Raises RequestError if start + len(token_ids) exceeds max_model_len or the prompt is empty.
         """
 

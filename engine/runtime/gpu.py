@@ -28,7 +28,7 @@ from engine.runtime.counters import jit_compiles
 from engine.runtime.executor import check_prompt
 from engine.runtime.phases import Phases
 from engine.runtime.rank import Rank
-from engine.sampling import Controls
+from engine.sampling import GREEDY, Controls, Draw
 from engine.weights import WeightSpec
 
 log = logging.getLogger("engine")
@@ -128,22 +128,15 @@ class GpuExecutor:
     # Steps
 
     def prefill(
-        self,
-        slot: int,
-        token_ids: Sequence[int],
-        start: int = 0,
-        *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        controls: Controls | None = None,
+        self, slot: int, token_ids: Sequence[int], start: int = 0, draw: Draw = GREEDY
     ) -> int:
         check_prompt(slot, len(token_ids), start, self.num_slots, self.max_model_len)
         length = len(token_ids)
         self._stage_prompt[slot, start : start + length] = torch.tensor(
             token_ids, dtype=torch.int32
         )
-        self._sampling(slot, temperature, seed)
-        self._control(slot, controls)
+        self._sampling(slot, draw.temperature, draw.seed)
+        self._control(slot, draw.controls)
         pieces = chunks(length, self.buckets)
         for offset, count, bucket in pieces[:-1]:
             self._upload_chunk(slot, start + offset, count)

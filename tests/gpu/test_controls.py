@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels.sample_ref import NEUTRAL, sample_ref
 from engine.runtime.controls import fill
-from engine.sampling import SamplingParams
+from engine.sampling import Draw, SamplingParams
 from tests.gpu.test_engine import PROMPTS, folders, start  # noqa: F401
 
 pytestmark = pytest.mark.gpu
@@ -33,9 +33,7 @@ def check(executor, vocab, steps=10):
             counts, bias = torch.zeros(width, dtype=torch.int32), torch.zeros(width)
             fill(controls, row, counts, bias)
             seed = params.seed or 0
-            handle = executor.prefill(
-                slot, prompt, temperature=params.temperature, seed=seed, controls=controls
-            )
+            handle = executor.prefill(slot, prompt, draw=Draw(params.temperature, seed, controls))
             for step in range(steps):
                 [token] = executor.read(handle)
                 expected = sample_ref(
@@ -85,11 +83,8 @@ def test_a_batch_with_and_without_controls(folders):  # noqa: F811
             handles = []
             for slot in slots:
                 p = params.get(slot, SamplingParams())
-                controls = p.controls(PROMPTS[slot], 317)
-                handles.append(
-                    executor.prefill(slot, PROMPTS[slot], temperature=p.temperature,
-                                     seed=p.seed or 0, controls=controls)
-                )  # fmt: skip
+                draw = Draw(p.temperature, p.seed or 0, p.controls(PROMPTS[slot], 317))
+                handles.append(executor.prefill(slot, PROMPTS[slot], draw=draw))
             handles += [executor.decode(slots) for _ in range(6)]
             rows = [executor.read(h) for h in handles]
             return {slot: [rows[i][0], *(r[i] for r in rows[len(slots):])] for i, slot in enumerate(slots)}  # fmt: skip

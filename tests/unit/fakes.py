@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from engine.sampling import GREEDY
+
 VOCAB = 97
 
 
@@ -93,7 +95,7 @@ class FakeExecutor:
         assert len(self.results) - self.next_read <= self.max_in_flight + 1, "too far ahead"
         return len(self.results) - 1
 
-    def prefill(self, slot, token_ids, start=0, *, temperature=0.0, seed=0, controls=None):
+    def prefill(self, slot, token_ids, start=0, draw=GREEDY):
         assert 0 <= slot < self.num_slots and len(token_ids) > 0
         if self.refuse and self.refuse in token_ids:
             from engine.errors import RequestError
@@ -108,7 +110,7 @@ class FakeExecutor:
         self.prefilled_by[slot] = len(self.results)
         self.history[slot] = [*kept, *token_ids]
         self.prompt_len[slot] = len(self.history[slot])
-        self.params[slot] = (temperature, seed if temperature else 0)
+        self.params[slot] = (draw.temperature, draw.seed if draw.temperature else 0)
         return self._queue([slot])
 
     def decode(self, slots):
