@@ -6,6 +6,7 @@ answer, not the program; what was said until then stays part of the conversation
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import threading
@@ -14,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from engine.console import Parser, log_to_stderr, run, say
+from engine.console import Parser, command, say
 from engine.errors import RequestError
 from engine.options import (
     add_engine_options,
@@ -139,12 +140,10 @@ def read_message(prompt: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code of the command: see engine.console."""
-    return run(lambda: _main(argv))
+    return command(parser(), _main, argv)
 
 
-def _main(argv: list[str] | None) -> int:
-    args = parser().parse_args(argv)
-    log_to_stderr(args.quiet)
+def _main(args: argparse.Namespace) -> int:
     config = replace(engine_config(args), prefix_caching=True)
     sampling_params(args)  # a bad value is refused before the model loads
     if not hasattr(args, "max_num_seqs"):

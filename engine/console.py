@@ -92,6 +92,19 @@ def run(body: Callable[[], int]) -> int:
             signal.signal(number, handler)
 
 
+def command(
+    parser: Parser, body: Callable[[argparse.Namespace], int], argv: list[str] | None
+) -> int:
+    """`run` a command that has --quiet: parse its arguments, log to stderr, then `body`."""
+
+    def parsed() -> int:
+        args = parser.parse_args(argv)
+        log_to_stderr(args.quiet)
+        return body(args)
+
+    return run(parsed)
+
+
 def log_to_stderr(quiet: bool) -> None:
     """Progress lines of the engine as plain text; with quiet, warnings only."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from engine.batch import Item, check_ids, open_output, read_items, run_batch
-from engine.console import Parser, log_to_stderr, run, say
+from engine.console import Parser, command, say
 from engine.errors import EngineError, RequestError
 from engine.options import (
     add_engine_options,
@@ -92,12 +92,10 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code of the command: see engine.console."""
-    return run(lambda: _main(argv))
+    return command(parser(), _main, argv)
 
 
-def _main(argv: list[str] | None) -> int:
-    args = parser().parse_args(argv)
-    log_to_stderr(args.quiet)
+def _main(args: argparse.Namespace) -> int:
     config = engine_config(args)
     params = sampling_params(args)
     if args.dump_graph:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, ModelConfig, with_layers
-from engine.console import Parser, log_to_stderr, run, say
+from engine.console import Parser, command, say
 from engine.options import add_engine_options, count, engine_config
 
 if TYPE_CHECKING:
@@ -61,12 +61,10 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code of the command: see engine.console."""
-    return run(lambda: _main(argv))
+    return command(parser(), _main, argv)
 
 
-def _main(argv: list[str] | None) -> int:
-    args = parser().parse_args(argv)
-    log_to_stderr(args.quiet)
+def _main(args: argparse.Namespace) -> int:
     from engine.llm import resolve
     from engine.profiling.session import Wanted, parse_phases
 
