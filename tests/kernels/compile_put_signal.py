@@ -30,9 +30,7 @@ def forms():
 def main() -> None:
     found = {}
     for name, fn, constexprs, warps in forms():
-        types = {
-            a: "i64" if a in ADDRESSES else "i32" for a in fn.arg_names if a not in constexprs
-        }
+        types = {a: "i64" if a in ADDRESSES else "i32" for a in fn.arg_names if a not in constexprs}
         report = compile_sm90(
             fn, types, constexprs, num_warps=warps, num_stages=1, keep_text=True,
             launch_pdl=constexprs["PDL"],
