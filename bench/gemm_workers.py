@@ -1,21 +1,13 @@
-"""Compile and check GEMM kernel variants in worker processes, so that a bad one dies alone.
-
-A worker runs each variant on a small ragged shape against an fp32 reference and prints one JSON
-line for it. The compiled kernels land in Triton's disk cache, where the main process finds them.
-"""
+"""Check GEMM kernel variants, each on a small ragged shape against an fp32 reference (workers.py)."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from bench.workers import run_workers, serve
 from engine.kernels import gemm as op
 from engine.kernels.epilogue import Residual, SiluMul, Store
 from engine.kernels.silu import silu_mul_ref
@@ -89,95 +81,23 @@ def check(variant: Variant, device: str) -> float:
 
 
 def check_all(variants: list[Variant], processes: int, limit_s: float) -> set[Variant]:
-    """The variants that are right. A worker that dies is started again behind the variant it died
-    on; after `limit_s` seconds what is left counts as bad. One printed line for each bad
-    variant."""
-    deadline = time.perf_counter() + limit_s
-    queues = [variants[i::processes] for i in range(processes)]
-    good: set[Variant] = set()
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [_Job(queue, Path(folder) / str(i)) for i, queue in enumerate(queues) if queue]
-        while any([job.running(good) for job in jobs]):  # a list: every job is looked at each time
-            if time.perf_counter() > deadline:
-                for job in jobs:
-                    job.stop(good)
-                break
-            time.sleep(0.1)
-    return good
+    """The variants that are right; after `limit_s` seconds what is left counts as bad."""
+
+    def bound(index: int) -> float:
+        v = variants[index]
+        return tolerance(v.config, v.epilogue, 9 * v.config.block_k)
+
+    good = run_workers(
+        "bench.gemm_workers", [asdict(v) for v in variants],
+        [range(i, len(variants), processes) for i in range(processes)], limit_s,
+        describe=lambda index: str(variants[index]), bound=bound,
+    )  # fmt: skip
+    return {variants[index] for index in good}
 
 
-class _Job:
-    """One worker process and the variants it still has to do."""
-
-    def __init__(self, queue: list[Variant], path: Path):
-        self.queue, self.path = queue, path
-        self._start()
-
-    def _start(self) -> None:
-        self.path.write_text(json.dumps([asdict(v) for v in self.queue]))
-        self.output = self.path.with_suffix(".out").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.gemm_workers", str(self.path)],
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-        )
-
-    def running(self, good: set[Variant]) -> bool:
-        """Collect a finished worker's results; start it again if it died before the end of its
-        queue."""
-        if not self.queue:
-            return False
-        if self.process.poll() is None:
-            return True
-        last = self._collect(good)
-        if (
-            self.queue and "CUDA" not in last
-        ):  # after a reported CUDA error the next variant is innocent
-            print(f"  dropped {self.queue[0]}: its worker died: {last[:160]}")
-            self.queue = self.queue[1:]
-        if self.queue:
-            self._start()
-        return bool(self.queue)
-
-    def _collect(self, good: set[Variant]) -> str:
-        """Move finished variants from the queue to `good` or to the floor; returns the last line
-        printed."""
-        self.output.seek(0)
-        lines = [line for line in self.output.read().splitlines() if line.strip()]
-        done = [json.loads(line)["error"] for line in lines if line.startswith('{"error"')]
-        for error, variant in zip(done, self.queue):
-            if isinstance(error, float) and error < tolerance(
-                variant.config, variant.epilogue, 9 * variant.config.block_k
-            ):
-                good.add(variant)
-            else:
-                print(f"  dropped {variant}: {error}")
-        self.queue = self.queue[len(done) :]
-        return lines[-1] if lines else ""
-
-    def stop(self, good: set[Variant]) -> None:
-        """Kill the worker; what it had not finished is dropped."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self._collect(good)
-        if self.queue:
-            print(f"  dropped {len(self.queue)} variants: out of time, first {self.queue[0]}")
-        self.queue = []
-
-
-def main(path: str) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    for item in json.loads(Path(path).read_text()):
-        variant = Variant(op.GemmConfig(**item.pop("config")), **item)
-        try:
-            error: float | str = check(variant, "cuda")
-        except Exception as e:
-            error = f"{type(e).__name__}: {str(e).strip().splitlines()[0][:160]}"
-        print(json.dumps({"error": error}), flush=True)
-        if isinstance(error, str) and "CUDA" in error:
-            return  # the context is lost: a fresh process goes on behind this variant
+def _check_task(task: dict) -> float:
+    return check(Variant(**{**task, "config": op.GemmConfig(**task["config"])}), "cuda")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(sys.argv[1], _check_task)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from bench.attention_timing import copy_bandwidth, graph_us
-from bench.gemv_workers import Problem, Weight, run_workers, short, weights
+from bench.gemv_workers import Problem, Weight, check_all, short, weights
 from bench.rows import Rows
 from engine.kernels.gemv import GemvConfig, heuristic
 from engine.kernels.gemv_config import deepest_ring
@@ -208,7 +208,7 @@ def main() -> None:
     choose.set_target(properties.name, sm_count)
     work = weights(args.models, args.dtypes.split(","))
     tasks = [task(w, c, 1) for w in work for c in shortlist(w, sm_count)]
-    good = run_workers(tasks, args.processes, 0.5 * args.time_limit)
+    good = check_all(tasks, args.processes, 0.5 * args.time_limit)
     right: dict[Weight, list[GemvConfig]] = {w: [] for w in work}
     for i in sorted(good):
         right[Weight(**tasks[i]["weight"])].append(GemvConfig(**tasks[i]["config"]))
@@ -246,7 +246,7 @@ def main() -> None:
     winners = [task(w, found[w][0].config, 8) for w in found]
     if left() < 10 or not winners:
         return
-    good = run_workers(winners, args.processes, 0.7 * left())
+    good = check_all(winners, args.processes, 0.7 * left())
     print("8 rows with the best config (same bits as 1 row): alone us, share of copy, pair us")
     for i in sorted(good):
         if left() < 2:

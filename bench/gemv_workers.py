@@ -1,22 +1,14 @@
-"""GEMV problems of the card run, and the worker processes that compile and check every variant first.
-
-A worker that dies (fault, hang, out of memory) loses one variant, not the run. Compiled kernels stay in Triton's
-disk cache, where the timing process finds them.
-"""
+"""GEMV problems of the card run, and the check of every variant in worker processes (workers.py)."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from bench.workers import run_workers, serve
 from engine.config import preset
 from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
 from engine.kernels.gemv import GemvConfig, gemv, gemv_ref
@@ -187,54 +179,6 @@ def check(task: dict, w: torch.Tensor, device: str) -> float:
     return error
 
 
-class _Job:
-    """One worker process and the tasks it still has to do."""
-
-    def __init__(self, queue: list[int], tasks: Sequence[dict], path: Path):
-        self.queue, self.tasks, self.path = queue, tasks, path
-        self._start()
-
-    def _start(self) -> None:
-        self.path.write_text(json.dumps([self.tasks[i] for i in self.queue]))
-        self.output = self.path.with_suffix(".out").open("w+")
-        command = [sys.executable, "-m", "bench.gemv_workers", str(self.path)]
-        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT)
-
-    def collect(self, good: set[int]) -> str:
-        """Move finished tasks to `good` or to the floor; the last line that the worker printed."""
-        self.output.seek(0)
-        lines = [line for line in self.output.read().splitlines() if line.strip()]
-        done = [json.loads(line)["error"] for line in lines if line.startswith('{"error"')]
-        for error, index in zip(done, self.queue):
-            if isinstance(error, float) and error <= 1.0:
-                good.add(index)
-            else:
-                print(f"  dropped {describe(self.tasks[index])}: {error}", flush=True)
-        self.queue = self.queue[len(done) :]
-        return lines[-1] if lines else ""
-
-    def running(self, good: set[int]) -> bool:
-        if not self.queue:
-            return False
-        if self.process.poll() is None:
-            return True
-        last = self.collect(good)
-        if self.queue and "CUDA" not in last:
-            print(f"  dropped {describe(self.tasks[self.queue[0]])}: its worker died: {last[:160]}")
-            self.queue = self.queue[1:]
-        if self.queue:
-            self._start()
-        return bool(self.queue)
-
-    def stop(self, good: set[int]) -> int:
-        """Kill the worker; how many of its tasks were not finished."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self.collect(good)
-        return len(self.queue)
-
-
 def describe(task: dict) -> str:
     w = task["weight"]
     dtype = "fp8" if w["fp8"] else "bf16"
@@ -250,40 +194,29 @@ def short(config: GemvConfig | dict) -> str:
     return text
 
 
-def run_workers(tasks: Sequence[dict], processes: int, limit_s: float) -> set[int]:
+def check_all(tasks: Sequence[dict], processes: int, limit_s: float) -> set[int]:
     """Indices of the tasks whose kernel is right. After limit_s seconds what is left counts as bad."""
-    deadline = time.perf_counter() + limit_s
-    good: set[int] = set()
     size = -(-len(tasks) // max(1, processes))
-    queues = [list(range(i, min(i + size, len(tasks)))) for i in range(0, len(tasks), size)]
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [_Job(queue, tasks, Path(folder) / str(i)) for i, queue in enumerate(queues)]
-        while any([job.running(good) for job in jobs]):  # a list: every job is looked at each time
-            if time.perf_counter() > deadline:
-                print(f"  out of time: {sum(job.stop(good) for job in jobs)} variants not checked")
-                break
-            time.sleep(0.1)
-    return good
+    return run_workers(
+        "bench.gemv_workers", tasks,
+        [range(i, min(i + size, len(tasks))) for i in range(0, len(tasks), size)], limit_s,
+        describe=lambda index: describe(tasks[index]), bound=lambda _: 1.0,
+    )  # fmt: skip
 
 
-def main(path: str) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    previous, w = None, torch.empty(0)
-    for task in json.loads(Path(path).read_text()):
-        error: float | str
-        try:
-            if task["weight"] != previous:
-                del w
-                w = Weight(**task["weight"]).random(1, "cuda")[0]
-                previous = task["weight"]
-            error = check(task, w, "cuda")
-        except Exception as e:
-            lines = str(e).strip().splitlines() or [""]
-            error = f"{type(e).__name__}: {lines[0][:160]}"
-        print(json.dumps({"error": error}), flush=True)
-        if isinstance(error, str) and "CUDA" in error:
-            return  # the context is lost: a fresh process goes on behind this variant
+def _checker() -> Callable[[dict], float]:
+    """`check` that keeps the weight from task to task: neighbours share it."""
+    held: dict = {"weight": None, "values": None}
+
+    def run(task: dict) -> float:
+        if task["weight"] != held["weight"]:
+            held["values"] = None  # freed before the next is made
+            held["values"] = Weight(**task["weight"]).random(1, "cuda")[0]
+            held["weight"] = task["weight"]
+        return check(task, held["values"], "cuda")
+
+    return run
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(sys.argv[1], _checker())

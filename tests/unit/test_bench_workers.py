@@ -1,0 +1,30 @@
+"""bench/workers.py: a variant that is wrong, raises, faults, dies or hangs takes no other with it."""
+
+from __future__ import annotations
+
+from bench.workers import run_workers
+
+
+def run(kinds, queues, limit_s=60.0):
+    tasks = [
+        {"number": i, "do": kind, "error": 2.0 if kind == "wrong" else 0.5}
+        for i, kind in enumerate(kinds)
+    ]
+    return run_workers(
+        "tests.unit.worker_stub", tasks, queues, limit_s,
+        describe=lambda i: f"<{i}>", bound=lambda _: 1.0,
+    )  # fmt: skip
+
+
+def test_one_bad_task_costs_no_other(capsys) -> None:
+    kinds = ["ok", "wrong", "raise", "ok", "fault", "ok", "die", "ok"]
+    assert run(kinds, [range(len(kinds)), []]) == {0, 3, 5, 7}
+    said = capsys.readouterr().out
+    assert said.count("dropped") == 4
+    assert "<1>: 2.0" in said and "<2>: ValueError: task 2 cannot" in said
+    assert "<4>: RuntimeError: CUDA error" in said and "<6>: its worker died" in said
+
+
+def test_what_is_not_done_in_time_is_not_good(capsys) -> None:
+    assert run(["ok", "hang", "ok"], [range(3)], limit_s=8.0) == {0}
+    assert "out of time: 2 variants not checked" in capsys.readouterr().out
