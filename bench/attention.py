@@ -27,9 +27,10 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend
 
-from bench.attention_timing import DecodePoint, Pool, PrefillPoint, copy_bandwidth
+from bench.attention_timing import DecodePoint, Pool, PrefillPoint
 from bench.attention_workers import Shape, Variant, check_all
 from bench.rows import Rows
+from bench.timing import copy_bandwidth
 from engine.config import preset
 from engine.kernels import decode_attention as decode
 from engine.kernels import prefill_attention as prefill

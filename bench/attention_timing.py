@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as functional
@@ -13,6 +11,7 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.attention_workers import Shape, rms
+from bench.timing import graph_us
 from engine.kernels import decode_attention as decode
 from engine.kernels import prefill_attention as prefill
 from engine.kernels.decode_attention import DecodeAttentionConfig
@@ -31,35 +30,6 @@ def touch_kernel(source_ptr, q_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     gdc_wait()
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(q_ptr + offs, tl.load(source_ptr + offs, mask=offs < SIZE), mask=offs < SIZE)
-
-
-def graph_us(body: Callable[[], None], calls: int, stop_us: float = 1e9) -> float:
-    """Median time of one of the `calls` calls that `body` makes, us; ends early above `stop_us`."""
-    body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    graph.replay()
-    times: list[float] = []
-    while len(times) < 7:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-        if times[0] > stop_us or (sum(times) * calls > 1.5e4 and len(times) >= 3):
-            break
-    return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes/s of a device-to-device copy, read + write."""
-    a = torch.empty(1 << 29, dtype=torch.int16, device=DEVICE)
-    b = torch.empty_like(a)
-    us = graph_us(lambda: [b.copy_(a) for _ in range(4)], 4)  # type: ignore[func-returns-value]
-    return 2 * a.nbytes / us * 1e6
 
 
 class Pool:

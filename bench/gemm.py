@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ import torch
 
 from bench.gemm_workers import Variant, check_all, tolerance
 from bench.rows import Rows
+from bench.timing import graph_us
 from engine.config import preset
 from engine.kernels import gemm as op
 from engine.kernels.epilogue import Residual, SiluMul, Store
@@ -156,31 +156,16 @@ class Problem:
         return ((self.out.float() - self.want).norm() / self.want.norm()).item()
 
 
-def graph_us(function, weights: list[torch.Tensor], estimate_us: float, stop_us: float) -> float:
-    """Median time of one call, us: a graph walks over `weights`; stops after one replay above
-    `stop_us`."""
+def walk_us(function, weights: list[torch.Tensor], estimate_us: float, stop_us: float) -> float:
+    """Median time of one call, us: a graph of about 300 us walks over `weights`, again and again."""
     rounds = max(1, round(300.0 / (estimate_us * len(weights))))
-    for w in weights[:2]:
-        function(w)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def body() -> None:
         for _ in range(rounds):
             for w in weights:
                 function(w)
-    calls = rounds * len(weights)
-    graph.replay()
-    times = []
-    for replay in range(9):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-        if (replay == 0 and times[0] > stop_us) or (sum(times) * calls > 2e4 and replay >= 2):
-            break
-    return statistics.median(times)
+
+    return graph_us(body, rounds * len(weights), stop_us)
 
 
 def library_us(problem: Problem) -> dict[str, float]:
@@ -192,7 +177,7 @@ def library_us(problem: Problem) -> dict[str, float]:
     weights = [w.bfloat16() if case.fp8 else w for w in problem.w[: max(1, int(3e8 / size))]]
     wide = x.bfloat16()
     times = {
-        "cublas": graph_us(lambda w: torch.mm(wide, w.t(), out=out), weights, case.roof_us, 1e9)
+        "cublas": walk_us(lambda w: torch.mm(wide, w.t(), out=out), weights, case.roof_us, 1e9)
     }
     if case.fp8:
         x8 = x.to(torch.float8_e4m3fn)
@@ -206,7 +191,7 @@ def library_us(problem: Problem) -> dict[str, float]:
             )
 
         try:
-            times["scaled_mm"] = graph_us(scaled, problem.w, case.roof_us, 1e9)
+            times["scaled_mm"] = walk_us(scaled, problem.w, case.roof_us, 1e9)
         except Exception as e:
             print(f"  torch._scaled_mm: {str(e).splitlines()[0][:100]}")
     return times
@@ -233,7 +218,7 @@ def measure(case: Case, good: set[Variant], pool: Pool, rows: Rows, device: str)
                 f"  WRONG {case.layer} T={case.t} {short(config)}: relative RMS error {error:.2e}"
             )
             continue
-        us = graph_us(lambda w: problem.call(config, workspace, w), problem.w,  # noqa: B023
+        us = walk_us(lambda w: problem.call(config, workspace, w), problem.w,  # noqa: B023
                       min(best, 4 * case.roof_us), 3 * best)  # fmt: skip
         if config.promote:  # what exact sums cost: shown, never kept
             print(f"  {short(config)}: {us:.1f} us, relative RMS error {error:.2e}")

@@ -23,9 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.attention_timing import copy_bandwidth, graph_us
 from bench.gemv_workers import Problem, Weight, check_all, short, weights
 from bench.rows import Rows
+from bench.timing import copy_bandwidth, graph_us
 from engine.kernels.gemv import GemvConfig, heuristic
 from engine.kernels.gemv_config import deepest_ring
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
