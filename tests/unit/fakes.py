@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -236,6 +238,13 @@ def write_sentencepiece(path: Path, **config) -> Path:
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
+
+
+def imported_by(code: str, *modules: str) -> list[str]:
+    """Which of these modules a fresh process has imported once it has run `code`."""
+    code += f"\nimport sys; print('imported', *[m for m in {modules} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].split()[1:]
 
 
 def write_model(path: Path, *, positions: int = 128, **tokenizer_config) -> Path:

@@ -10,15 +10,10 @@ import pytest
 
 from engine import AsyncLLM, SamplingParams
 from engine.errors import DeviceError, EngineError, RequestError
-from tests.unit.fakes import FakeExecutor, expected, write_model
+from tests.unit.fakes import FakeExecutor, expected
 
 VOCAB = 400
 LONG = SamplingParams(max_tokens=70, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -136,30 +136,6 @@ def test_checkpoint_dtype(dtype_key):
     assert from_hf(config, "m").checkpoint_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    "base, changes, message",
-    [
-        (LLAMA, {"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not"),
-        (LLAMA, {"architectures": None, "model_type": "t5"}, "architecture 't5' is not supported"),
-        (LLAMA, {"architectures": []}, "supported: Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM"),
-        (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
-        (LLAMA, {"num_local_experts": 8}, "sets num_local_experts"),
-        (LLAMA, {"final_logit_softcapping": 30.0, "alibi": True}, "alibi = true, final_logit_softcapping = 30.0"),
-        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias = true, which this engine does not implement"),
-        (LLAMA, {"attention_bias": True}, "attention_bias = true"),
-        (LLAMA, {"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
-        (LLAMA, {"num_key_value_heads": 2}, "9 attention heads are not a multiple of 2 KV heads"),
-        (LLAMA, {"head_dim": 40}, "head_dim 40 is not a multiple of 16 up to 256"),
-        (LLAMA, {"head_dim": 512}, "head_dim 512"),
-    ],
-)  # fmt: skip
-def test_what_is_not_implemented_is_refused(base, changes, message):
-    with pytest.raises(EngineError, match=re.escape(message)) as e:
-        from_hf({**base, **changes}, "the-model")
-    assert str(e.value).startswith("the-model: ")
-
-
 def test_missing_keys_are_listed_together():
     config = {k: v for k, v in LLAMA.items() if k not in ("hidden_size", "vocab_size")}
     with pytest.raises(EngineError, match=r"config\.json lacks hidden_size, vocab_size"):

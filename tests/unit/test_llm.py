@@ -17,11 +17,6 @@ from tests.unit.fakes import FakeExecutor, expected, write_model
 VOCAB = 400
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def make(directory, monkeypatch):
     """make(text=None, **LLM arguments): an LLM whose executor plays `text`, then EOS for ever."""

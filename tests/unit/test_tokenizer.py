@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from engine.errors import CheckpointError, RequestError
 from engine.text.tokenizer import Tokenizer, eos_token_ids
-from tests.unit.fakes import CHATML, CORPUS, write_byte_level, write_sentencepiece
+from tests.unit.fakes import (
+    CHATML,
+    CORPUS,
+    imported_by,
+    write_byte_level,
+    write_sentencepiece,
+)
 
 CHATS = [
     [{"role": "user", "content": 'Hi <b>there</b> & "you"'}],
@@ -163,9 +167,7 @@ def test_lone_surrogates_are_refused(tmp_path):
 
 def test_the_product_path_does_not_import_transformers_or_torch():
     code = (
-        "import sys, engine, engine.text.tokenizer, engine.sampling, engine.scheduler\n"
-        "from engine import SamplingParams\n"
-        "print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
+        "import engine, engine.text.tokenizer, engine.sampling, engine.scheduler\n"
+        "from engine import SamplingParams"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+    assert imported_by(code, "torch", "transformers", "triton", "json") == ["json"]
