@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingfa
 
 
 def collect() -> dict[str, Any]:
-    """All facts as a JSON-able dict. Imports torch; starts nothing on a device."""
+    """All facts as a JSON-able dict. Imports torch; on a GPU it tries links and stream waits."""
     return {
         "versions": {
             "engine": engine.__version__,
@@ -62,6 +63,8 @@ def _driver() -> str | None:
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
+    from engine.runtime.stream_ops import probe_stream_waits
+
     gpus = []
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
@@ -74,6 +77,7 @@ def _gpus() -> list[dict[str, Any]]:
                 "multiprocessors": properties.multi_processor_count,
                 "memory_gib": round(total / 2**30, 1),
                 "free_gib": round(free / 2**30, 1),
+                "stream_waits": asdict(probe_stream_waits(i)),
             }
         )
     return gpus
@@ -113,6 +117,8 @@ def _caches() -> dict[str, Any]:
 
 
 def _print(facts: dict[str, Any]) -> None:
+    from engine.runtime.stream_ops import StreamWaits
+
     for name, version in facts["versions"].items():
         print(f"{name:<16} {version or 'not installed'}")
     print()
@@ -123,6 +129,7 @@ def _print(facts: dict[str, Any]) -> None:
             f"GPU {gpu['index']:<12} {gpu['name']}, sm_{gpu['compute'].replace('.', '')}, "
             f"{gpu['multiprocessors']} multiprocessors, {gpu['free_gib']} of {gpu['memory_gib']} GiB free"
         )
+        print(f"{'':<16} stream waits: {StreamWaits(**gpu['stream_waits'])}")
     if facts["links"] is not None:
         text = facts["links"] if isinstance(facts["links"], str) else json.dumps(facts["links"])
         print("links            " + text.replace("\n", "\n" + " " * 17))

@@ -29,7 +29,8 @@ import torch
 from engine.errors import DeviceError, EngineError
 from engine.kernels.put_signal import ARMED
 from engine.kernels.sync import ABORT_EXPIRED, ABORT_INTERRUPTED
-from engine.runtime.stream_signal import Channel, finishes, independent
+from engine.runtime.stream_ops import finishes, independent
+from engine.runtime.stream_signal import Channel, on_device
 
 log = logging.getLogger("engine.signal")
 
@@ -51,15 +52,19 @@ class Stall:
         return now - self._since >= self.limit_s
 
 
-def missing_end(headers: Sequence[int], credits: Sequence[int]) -> tuple[str, int]:
-    """("producer" | "consumer", slot): whom a channel that stands still waits for.
+def missing_end(headers: Sequence[int], credits: Sequence[int]) -> str:
+    """Whom a channel that stands still waits for, "producer" or "consumer".
 
-    All slots sent and none consumed: the producer is held up, by the consumer. Else some header is
-    armed and the consumer waits for it, or for nothing in this channel.
+    All slots sent and none consumed: the producer is held up, by the consumer. Else the consumer
+    has taken all that was sent and waits for more.
     """
-    if all(word == ARMED for word in credits) and ARMED not in headers:
-        return "consumer", 0
-    return "producer", list(headers).index(ARMED) if ARMED in headers else 0
+    full = all(word == ARMED for word in credits) and ARMED not in headers
+    return "consumer" if full else "producer"
+
+
+def _host_copy(words: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_like(words, device="cpu")
+    return copy.pin_memory() if words.device.type == "cuda" else copy
 
 
 class Watchdog:
@@ -88,7 +93,7 @@ class Watchdog:
             for channel in channels
             for words in channel.words()
         }
-        self._copies = [[w.cpu().pin_memory() for w in c.words()] for c in channels]
+        self._copies = [[_host_copy(w) for w in c.words()] for c in channels]
         self._pending: list[torch.cuda.Event] = []
         self._watched = self._done = 0  # with the words: an observation that never comes twice
         self._code = 0
@@ -160,7 +165,7 @@ class Watchdog:
 
     def _run(self) -> None:
         for own in self._own.values():  # a runtime call: the driver's need this thread's context
-            with torch.cuda.device(own.device):
+            with on_device(own.device):
                 own.query()
         while True:
             with self._changed:
@@ -207,10 +212,11 @@ class Watchdog:
         for channel, words in zip(self.channels, self._read()):
             status, route = channel.status, channel.route
             if not status[0]:
-                missing, slot = missing_end(words[0][:-1], words[1][:-1])
-                pair = route.consumer, route.producer
-                waiter, peer = pair if missing == "producer" else pair[::-1]
-                detail = [waiter, route.channel, slot, peer, 0, words[1][-1], words[0][-1]]
+                waiter, peer = route.consumer, route.producer
+                if missing_end(words[0][:-1], words[1][:-1]) == "consumer":
+                    waiter, peer = peer, waiter
+                # Which slot is waited for is not known here: -1, and how many were sent and taken.
+                detail = [waiter, route.channel, -1, peer, 0, words[1][-1], words[0][-1]]
                 status[1:] = torch.tensor(detail, dtype=torch.int32)
                 status[0] = code
         deadline = time.monotonic() + DRAIN_S

@@ -1,0 +1,158 @@
+"""The driver's stream waits and writes, probed: what `engine/runtime/stream_signal.py` stands on.
+
+A stream wait (`cuStreamWaitValue32`) holds a stream until a word in memory satisfies a comparison;
+it is captured into a graph as a node and takes no multiprocessor. What a device can do is found
+out: `probe_stream_waits` asks the attributes AND tries each operation on a word that already
+satisfies it (an H200 refuses CU_STREAM_WAIT_VALUE_FLUSH).
+
+CUDA cannot see an order that is made by memory words. Two streams may share a hardware queue, and
+then a blocked wait holds back the work that would end it: `independent` tries a pair of streams,
+with a word that the host can set, before anything depends on it.
+
+No kernel here, and no Triton: `engine info` prints the probe on any machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import DeviceError, EngineError
+
+GEQ, NOR = 0, 3  # CU_STREAM_WAIT_VALUE_*
+FLUSH = 1 << 30
+TRIAL_S = 1.0
+_NOT_YET = -(2**31)  # fails GEQ 0
+
+
+def driver() -> Any:
+    """The module cuda.bindings.driver; EngineError with the remedy where it is missing."""
+    try:
+        from cuda.bindings import driver as module
+    except ImportError:
+        raise EngineError(
+            "stream waits need the cuda-bindings package: pip install 'engine[cuda]', or choose "
+            "waits='kernel'"
+        ) from None
+    return module
+
+
+def _check(what: str, result: Any) -> None:
+    if int(result[0]):
+        raise DeviceError(f"{what} failed: {result[0].name}")
+
+
+def stream_wait(stream: torch.cuda.Stream, address: int, value: int = 0, flags: int = GEQ) -> None:
+    """Hold `stream` until the int32 at `address` satisfies the comparison with `value`: GEQ
+    (int32)(word - value) >= 0, cyclic; NOR ~(word | value) != 0. Enqueued or captured."""
+    with torch.cuda.device(stream.device):
+        call = driver().cuStreamWaitValue32(stream.cuda_stream, address, value & 0xFFFFFFFF, flags)
+    _check("cuStreamWaitValue32", call)
+
+
+def stream_write(stream: torch.cuda.Stream, address: int, value: int) -> None:
+    """Store an int32 when `stream` gets there, behind the memory barrier that is the default: all
+    that the stream did before is visible, system-wide, before the word."""
+    with torch.cuda.device(stream.device):
+        call = driver().cuStreamWriteValue32(stream.cuda_stream, address, value & 0xFFFFFFFF, 0)
+    _check("cuStreamWriteValue32", call)
+
+
+def stream_copy(stream: torch.cuda.Stream, target: int, source: int, nbytes: int) -> None:
+    """Copy between addresses by the copy engine, on this stream alone. (torch's copy between
+    devices also waits for the target's stream, which here waits for us.)"""
+    with torch.cuda.device(stream.device):
+        call = driver().cuMemcpyAsync(target, source, nbytes, stream.cuda_stream)
+    _check("cuMemcpyAsync", call)
+
+
+@dataclass(frozen=True)
+class StreamWaits:
+    """What one device's streams can wait for. None: cuda-bindings is missing, nobody asked."""
+
+    memops: bool | None = None  # 32-bit waits and writes (the v2 interface)
+    wide: bool | None = None  # 64-bit
+    nor: bool | None = None  # CU_STREAM_WAIT_VALUE_NOR
+    flush: bool | None = None  # CU_STREAM_WAIT_VALUE_FLUSH
+
+    def __str__(self) -> str:
+        if self.memops is None:
+            return "unknown (pip install 'engine[cuda]')"
+        names = {"memops v2": "memops", "64-bit": "wide", "NOR": "nor", "flush": "flush"}
+        return ", ".join(f"{n} {'yes' if getattr(self, f) else 'no'}" for n, f in names.items())
+
+
+@functools.cache
+def probe_stream_waits(device: int) -> StreamWaits:
+    """Attributes, then a trial of each operation on a satisfied word in host memory. Not while
+    something on the device may spin. A trial ends after TRIAL_S in any case."""
+    try:
+        cuda = driver()
+    except EngineError:
+        return StreamWaits()
+
+    def attribute(name: str) -> bool:
+        kind = getattr(cuda.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_" + name, None)
+        if kind is None:
+            return False
+        _, handle = cuda.cuDeviceGet(device)
+        error, value = cuda.cuDeviceGetAttribute(kind, handle)
+        return not int(error) and bool(value)
+
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        word = torch.zeros(1, dtype=torch.int64).pin_memory()
+
+        def trial(wait: Any, start: int, value: int, flags: int) -> bool:
+            word.fill_(start)
+            if int(wait(stream.cuda_stream, word.data_ptr(), value, flags)[0]):
+                return False
+            return finishes(stream, TRIAL_S)
+
+        memops = trial(cuda.cuStreamWaitValue32, 5, 0, GEQ)
+        if memops:
+            call = cuda.cuStreamWriteValue32(stream.cuda_stream, word.data_ptr(), 9, 0)
+            memops = not int(call[0]) and finishes(stream, TRIAL_S) and int(word[0]) == 9
+        return StreamWaits(
+            memops=memops,
+            wide=attribute("CAN_USE_64_BIT_STREAM_MEM_OPS")
+            and trial(cuda.cuStreamWaitValue64, 5, 0, GEQ),
+            nor=attribute("CAN_USE_STREAM_WAIT_VALUE_NOR")
+            and trial(cuda.cuStreamWaitValue32, 5, 0x7FFFFFFF, NOR),
+            flush=attribute("CAN_FLUSH_REMOTE_WRITES")
+            and trial(cuda.cuStreamWaitValue32, 5, 0, GEQ | FLUSH),
+        )
+
+
+def finishes(stream: torch.cuda.Stream, limit_s: float) -> bool:
+    """Whether the stream is done within the limit."""
+    deadline = time.monotonic() + limit_s
+    while not stream.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-4)
+    return True
+
+
+def independent(waiting: torch.cuda.Stream, working: torch.cuda.Stream) -> bool:
+    """Whether `working` runs while `waiting` is held by a stream wait. Both idle before and after.
+
+    False: they share a hardware queue; take other streams or in-kernel waits.
+    """
+    gate = torch.full((1,), _NOT_YET, dtype=torch.int32).pin_memory()
+    with torch.cuda.device(working.device):
+        scratch = torch.zeros(1, dtype=torch.int32, device=working.device)
+        torch.cuda.current_stream().synchronize()
+    stream_wait(waiting, gate.data_ptr())
+    try:
+        stream_write(working, scratch.data_ptr(), 1)
+        ran = finishes(working, TRIAL_S)
+        return ran and not waiting.query()
+    finally:
+        gate.zero_()
+        finishes(waiting, TRIAL_S)
+        finishes(working, TRIAL_S)
