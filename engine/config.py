@@ -140,6 +140,12 @@ class EngineConfig:
     virtual_ranks: bool = _option(
         False, "allow more ranks than GPUs: several share one (correct, not fast)"
     )
+    all_reduce: str = _option(
+        "auto",
+        "algorithm that sums over ranks; auto: by ranks, message size and links, NCCL where GPUs cannot "
+        "reach each other's memory",
+        choices=("auto", "lamport", "two_shot", "flag", "nccl"),
+    )
     shard_of: int | None = _option(
         None,
         "give each rank the shard shapes of this TP degree (benchmarks on fewer GPUs; dummy only)",

@@ -54,6 +54,7 @@ class LLM:
         seed: int = 0,
         enforce_eager: bool = False,
         virtual_ranks: bool = False,
+        all_reduce: str = "auto",
         shard_of: int | None = None,
         chat_template: str | Path | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class LLM:
             seed=seed,
             enforce_eager=enforce_eager,
             virtual_ranks=virtual_ranks,
+            all_reduce=all_reduce,
             shard_of=shard_of,
         )
         self.config, self.model_config, directory = resolve(config)

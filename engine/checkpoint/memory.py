@@ -28,6 +28,7 @@ class MemoryNeed:
     slots: int
     workspace: int
     graphs: int
+    exchange: int = 0  # messages between ranks
 
     @property
     def kv(self) -> int:
@@ -37,7 +38,7 @@ class MemoryNeed:
     @property
     def total(self) -> int:
         """Bytes of everything."""
-        return self.weights + self.kv + self.workspace + self.graphs
+        return self.weights + self.kv + self.workspace + self.exchange + self.graphs
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class MemoryTable:
     def largest_context(self) -> int:
         """Tokens a slot that the budget holds beside the rest, 0 if none."""
         n = self.need
-        left = self.budget - n.weights - n.workspace - n.graphs
+        left = self.budget - (n.total - n.kv)
         return max(0, left // (n.kv_per_token * n.slots))
 
     def __str__(self) -> str:
@@ -72,6 +73,7 @@ class MemoryTable:
             ("weights", n.weights),
             (kv, n.kv),
             ("workspace", n.workspace),
+            *([("exchange between ranks", n.exchange)] if n.exchange else []),
             ("CUDA graphs", n.graphs),
             ("total per GPU", n.total),
             (f"budget ({_gib(self.device_bytes)} at {self.utilization:.2f})", self.budget),
@@ -117,6 +119,7 @@ def check_fit(
     device_bytes: Sequence[int],
     utilization: float = 0.90,
     workspace_bytes: int = 0,
+    exchange_bytes: int = 0,
     graph_bytes: int = 0,
 ) -> MemoryTable:
     """The memory table of a deployment. `specs_at(tp)` gives the weight specs at a TP degree;
@@ -133,7 +136,9 @@ def check_fit(
         # embedding.
         weights = max(weight_bytes(specs, rank, dtype, quantization) for rank in {0, tp - 1})
         kv = kv_bytes_per_token(config, tp, dtype)
-        need = MemoryNeed(weights, kv, context, num_slots, workspace_bytes, graph_bytes)
+        need = MemoryNeed(
+            weights, kv, context, num_slots, workspace_bytes, graph_bytes, exchange_bytes
+        )
         return MemoryTable(need, smallest, utilization)
 
     asked = table(tp, quantization, max_model_len or _CONTEXT_STEP)

@@ -21,6 +21,7 @@ def build(
     logits: Logits = "last",
     shard_of: int | None = None,
     fp8_prefill: bool = False,
+    algorithms: tuple[str, ...] = Graph.algorithms,
 ) -> Graph:
     """Unfused graph of one step.
 
@@ -32,10 +33,11 @@ def build(
     GPUs; the ranks then hold only part of the model and the text is meaningless).
     fp8_prefill: quantizable weights are FP8, and prefill may multiply FP8 by FP8
     (passes/quantize_prefill.py).
+    algorithms: all-reduce algorithms to choose from (runtime/links.py: Transport).
     Raises EngineError when the model cannot be split over `tp` ranks.
     """
     graph = _Builder(config, phase, rows, tp, shard_of or tp).build(logits)
-    return replace(graph, fp8_prefill=fp8_prefill)
+    return replace(graph, fp8_prefill=fp8_prefill, algorithms=algorithms)
 
 
 class _Builder:

@@ -1,4 +1,4 @@
-"""A lowered graph as one CUDA graph per device.
+"""A lowered graph as one CUDA graph per device, or as a few of them with NCCL calls between.
 
 Ranks that share a device share its stream and are launched in lockstep, op by op: every rank's send of
 an exchange is enqueued before any rank's wait for it, so no kernel can spin in front of the one it waits
@@ -12,20 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from engine.graph.ir import SENDS, WAITS
 from engine.graph.lower import Launch
+from engine.runtime import nccl
 
-_SENDS = {"push", "argmax_push", "sample_push"}
-_WAITS = {"poll_residual", "argmax_poll", "sample_gather"}
+Captured = list[tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]]  # a graph a device
 
 
 def is_send(launch: Launch) -> bool:
     """Whether the launch writes into the peers' memory."""
-    return launch.op.kind in _SENDS or launch.op.attrs.get("epilogue") == "push"
+    return launch.op.kind in SENDS or launch.op.attrs.get("epilogue") == "push"
 
 
 def _site(launch: Launch) -> object:
     """What pairs a send with its wait: the all-reduce's number, "sampling", or None for other launches."""
-    if is_send(launch) or launch.op.kind in _WAITS:
+    if is_send(launch) or launch.op.kind in WAITS:
         return launch.op.attrs.get("site", "sampling")
     return None
 
@@ -37,18 +38,21 @@ class Program:
         """launches[rank], streams[rank]; ranks of one device have the same stream object."""
         self.launches = launches
         self.streams = streams
-        self._graphs: list[tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]] = []
+        self._pieces: list[Captured | int] = []  # an int: the column that NCCL carries
         self._local: dict[torch.cuda.Stream, list[int]] = {}
         for rank, stream in enumerate(streams):
             self._local.setdefault(stream, []).append(rank)
 
     @property
     def captured(self) -> bool:
-        return bool(self._graphs)
+        return bool(self._pieces)
 
     def run_eager(self) -> None:
         """Launch op by op, all ranks in lockstep. Does not wait."""
         for index in range(len(self.launches[0])):
+            if self._is_joint(index):
+                self._carry(index)
+                continue
             for stream, ranks in self._local.items():
                 with torch.cuda.stream(stream):
                     for rank in ranks:
@@ -56,26 +60,56 @@ class Program:
 
     def capture(self) -> None:
         """Capture each device's line of launches. Everything must have been warmed before."""
+        first = 0
+        for last in range(len(self.launches[0]) + 1):
+            ended = last == len(self.launches[0])
+            if not ended and not self._is_joint(last):
+                continue
+            if first < last:
+                self._pieces.append(self._capture_columns(range(first, last)))
+            if not ended:
+                self._pieces.append(last)
+            first = last + 1
+
+    def _capture_columns(self, columns: range) -> Captured:
+        captured = []
         for stream, ranks in self._local.items():
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
-                for index in range(len(self.launches[0])):
+                for index in columns:
                     for rank in ranks:
                         self.launches[rank][index].run()
-            self._graphs.append((stream, graph))
+            captured.append((stream, graph))
+        return captured
+
+    def _is_joint(self, index: int) -> bool:
+        return self.launches[0][index].messages is not None
+
+    def _carry(self, index: int) -> None:
+        carry([line[index] for line in self.launches], self.streams)
 
     def free(self) -> None:
         """Drop the captured graphs."""
-        self._graphs.clear()
+        self._pieces.clear()
 
     def replay(self) -> None:
         """One step: one graph launch per device (or eager launches if not captured). Does not wait."""
-        if not self._graphs:
+        if not self._pieces:
             self.run_eager()
             return
-        for stream, graph in self._graphs:
-            with torch.cuda.stream(stream):
-                graph.replay()
+        for piece in self._pieces:
+            if isinstance(piece, int):
+                self._carry(piece)
+                continue
+            for stream, graph in piece:
+                with torch.cuda.stream(stream):
+                    graph.replay()
+
+
+def carry(column: Sequence[Launch], streams: Sequence[torch.cuda.Stream]) -> None:
+    """Run a launch of all ranks at once (`Launch.messages`)."""
+    buffers = [launch.messages for launch in column]
+    nccl.all_gather_in_place([buffer for buffer in buffers if buffer is not None], streams)
 
 
 def warm(
@@ -92,7 +126,7 @@ def warm(
     programs = list(programs)
     for program in programs:
         for launch in program.launches[0]:
-            if launch.op.kind not in _WAITS:
+            if launch.op.kind not in WAITS and launch.messages is None:
                 first.setdefault(launch.key, (launch, program.streams[0]))
 
     def run(item: tuple[Launch, torch.cuda.Stream]) -> None:
@@ -126,8 +160,11 @@ def warm(
             site = _site(column[0])
             if not (site in sites if site is not None else new(column)):
                 continue
+            if column[0].messages is not None:
+                carry(column, program.streams)
             for item, stream in zip(column, program.streams):
-                run((item, stream))
+                if item.messages is None:
+                    run((item, stream))
                 seen.add((item.key, stream.device.index))
             if site is not None:
                 for device in devices:

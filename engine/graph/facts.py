@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from engine.graph.ir import Graph, Op
+from engine.tune.choose import choose
 
 GEMV_MAX_ROWS = 8  # decode GEMV up to here, prefill GEMM beyond
 
+ALGORITHM = {  # the ops of an all-reduce that have a configuration
+    "push": "lamport",
+    "poll_residual": "lamport",
+    "two_shot_scatter": "two_shot",
+    "two_shot_reduce": "two_shot",
+    "two_shot_gather": "two_shot",
+    "flag_publish": "flag",
+    "flag_reduce": "flag",
+}
+
 Choice = tuple[str, dict[str, Any]]  # op of engine.tune.choose, its key facts
+
+
+def all_reduce_algorithm(tp: int, nbytes: int, allowed: Sequence[str]) -> str:
+    """What sums a message of `nbytes` over `tp` ranks: the tuned choice if the links allow it, else the
+    first that they do."""
+    chosen: str = choose("all_reduce", {"world": tp, "nbytes": nbytes}).algorithm
+    return chosen if chosen in allowed else allowed[0]
 
 
 def choice(
@@ -41,7 +59,7 @@ def choice(
             "group": heads["num_heads"] // heads["num_kv_heads"],
         }  # fmt: skip
         return f"{graph.phase}_attention", facts
-    if op.kind in {"push", "poll_residual"}:
+    if op.kind in ALGORITHM:
         rows, hidden = op.out.shape
         facts = {
             "world": graph.tp,

@@ -20,6 +20,7 @@ from engine.graph.ir import Graph
 from engine.graph.lower import Launch, lower
 from engine.graph.plan import plan
 from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
+from engine.runtime.exchange import graph_exchange
 
 META = torch.device("meta")
 
@@ -43,6 +44,7 @@ def meta_launches(
     sizes = Sizes(
         slots=rows, rows=rows, tokens=graph.rows, max_model_len=context, arena_bytes=buffers.arena_bytes,
         gemm=gemm_workspace_sizes([graph], lambda name: weights[name].weight.dtype),
+        exchange=graph_exchange([graph]),
     )  # fmt: skip
     ranks = allocate_ranks(
         config, [weights] * graph.tp, [META] * graph.tp, torch.bfloat16, sizes, degree
@@ -65,9 +67,10 @@ def _recording() -> Iterator[list[tuple[str, tuple[int, ...], dict[str, Any]]]]:
 
 
 def launch_grids(launch: Launch) -> list[tuple[str, tuple[int, ...], int]]:
-    """(kernel, grid, warps) of each Triton launch behind this one (cuBLAS calls leave no entry)."""
+    """(kernel, grid, warps) of each Triton launch behind this one (cuBLAS and NCCL leave no entry)."""
     with _recording() as seen:
-        launch.run()
+        if launch.messages is None:
+            launch.run()
     return [(name, grid, int(kwargs.get("num_warps", 4))) for name, grid, kwargs in seen]
 
 
@@ -78,7 +81,8 @@ def format_launches(launches: list[Launch]) -> str:
         if launch.op.layer:
             continue
         layer = "-" if launch.op.layer is None else launch.op.layer
-        kernels = launch_grids(launch) or [("cublas", (), 0)]
+        library = "cublas" if launch.messages is None else "nccl"
+        kernels = launch_grids(launch) or [(library, (), 0)]
         where = " + ".join(f"{name}{list(grid)}x{32 * warps}" for name, grid, warps in kernels)
         config = "" if launch.config is None else f"  {launch.config}"
         lines.append(

@@ -261,6 +261,25 @@ class Interpreter:
         residual = self._read(op, "residual", rank)
         return (self._sum(op.input("message")) + residual).to(residual.dtype)
 
+    _two_shot_scatter = _flag_publish = _push
+    _flag_reduce = _poll_residual
+
+    def _nccl_gather(self, op: Op, rank: int) -> torch.Tensor:
+        return self.env[rank][op.input("message")]
+
+    def _two_shot_reduce(self, op: Op, rank: int) -> torch.Tensor:
+        """The rank's own shard of the sum; zeros elsewhere."""
+        total = self._poll_residual(op, rank)
+        chunks = -(-total.numel() // 8)  # of 8 values: the kernels' 16 bytes
+        shard = -(-chunks // len(self.env)) * 8
+        own = torch.zeros_like(total)
+        part = slice(rank * shard, (rank + 1) * shard)
+        own.view(-1)[part] = total.view(-1)[part]
+        return own
+
+    def _two_shot_gather(self, op: Op, rank: int) -> torch.Tensor:
+        return self._sum(op.input("message")).to(self._act(rank))
+
     def _gather_row(self, op: Op, rank: int) -> torch.Tensor:
         assert self.step.request is not None
         return gather_row_ref(self._read(op, "x", rank), self.step.request[2])

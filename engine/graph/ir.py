@@ -39,6 +39,13 @@ OP_KINDS: dict[str, str] = {
     "all_reduce": "y = sum of x over the ranks",
     "push": "send the partial sum into every rank's slot (one-shot all-reduce, first half)",
     "poll_residual": "y = residual + sum over ranks of the slot (second half)",
+    "two_shot_scatter": "send each shard of the partial sum to its owner (two-shot all-reduce, first third)",
+    "two_shot_reduce": "residual + sum over ranks of the own shard, sent to every rank (second third)",
+    "two_shot_gather": "y = the shards of all owners (last third)",
+    "flag_publish": "lay the partial sum open to the peers and raise a flag (flag all-reduce, first half)",
+    "flag_reduce": "y = residual + sum over ranks, read from the peers behind their flags (second half)",
+    "nccl_gather": "NCCL carries every rank's message into every rank's slot, where there is no peer access: "
+    "a send reaches the own slot only, and a wait finds all messages there",
     "gather_row": "y[1,H] = x[length - 1]",
     "sample": "token = argmax(logits / T + noise) over all vocabulary shards; updates the state",
     "argmax_partial": "per-program (value, id) maxima of the rank's vocabulary shard",
@@ -52,6 +59,17 @@ OP_KINDS: dict[str, str] = {
     "sample_pick": "per-program (value, id) maxima of the scores that the thresholds keep",
     "sample_settle": "pick the winner; write token, counts and the host ring",
 }
+
+
+# Launches that other ranks depend on, and launches that depend on other ranks.
+SENDS = frozenset(
+    {"push", "two_shot_scatter", "two_shot_reduce", "flag_publish", "nccl_gather"}
+    | {"argmax_push", "sample_push"}
+)
+WAITS = frozenset(
+    {"poll_residual", "two_shot_reduce", "two_shot_gather", "flag_reduce"}
+    | {"argmax_poll", "sample_gather"}
+)
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,8 @@ class Graph:
     output: Value | None  # logits [rows, V] of this rank, None for a prefill chunk without lm_head
     passes: tuple[str, ...] = ()
     fp8_prefill: bool = False  # quantizable weights are FP8, and long prefills may make x FP8 too
+    # All-reduce algorithms that the links allow; the tuned choice among them, else the first.
+    algorithms: tuple[str, ...] = ("lamport", "two_shot", "flag")
 
     def consumers(self) -> dict[Value, list[int]]:
         """Value -> indices of the ops that read it."""

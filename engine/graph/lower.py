@@ -7,15 +7,16 @@ for nothing and can be captured. Which configuration an op gets is `engine.tune.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from engine.graph.facts import GEMV_MAX_ROWS, choice
+from engine.graph.facts import ALGORITHM, GEMV_MAX_ROWS, choice
 from engine.graph.ir import Graph, Op, Value
+from engine.graph.lower_exchange import ExchangeOps
 from engine.graph.plan import BufferPlan, has_buffer, value_bytes
-from engine.kernels import all_reduce, argmax, sample
+from engine.kernels import argmax, sample
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.embedding import embedding
 from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
@@ -26,12 +27,9 @@ from engine.kernels.norm import rmsnorm
 from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.quantize_rows import FP8, quantize_rows, rmsnorm_quantize
 from engine.kernels.rope_append import rope_append
+from engine.runtime.exchange import EXCHANGE_SLOTS
 from engine.runtime.rank import Rank
 from engine.tune.choose import choose
-
-EXCHANGE_SLOTS = (
-    2  # see runtime/rank.py: sites alternate, a slot is re-armed by the poll that read it
-)
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,8 @@ class Launch:
     key: str  # launches with equal keys run the same compiled kernel: one of them warms all
     run: Callable[[], None] = field(repr=False)
     choice: tuple[str, dict[str, Any]] | None = None  # (op, facts) that the config was chosen by
+    # Of a launch that all ranks make at once: uint8 [world, bytes], the slot whose messages NCCL gathers.
+    messages: torch.Tensor | None = None
 
     def __str__(self) -> str:
         layer = "-" if self.op.layer is None else self.op.layer
@@ -62,7 +62,7 @@ def lower(
     return _Lowering(graph, buffers, rank, pdl, captured).launches()
 
 
-class _Lowering:
+class _Lowering(ExchangeOps):
     def __init__(self, graph: Graph, buffers: BufferPlan, rank: Rank, pdl: bool, captured: bool):
         self.graph, self.rank, self.pdl = graph, rank, pdl
         self.prefetch = pdl and captured
@@ -114,7 +114,10 @@ class _Lowering:
         config = None
         chosen = choice(op, self.graph, self._weight_dtype, self.rank.dtype, self._kv_length())
         if chosen is not None:
-            kwargs["config"] = config = choose(*chosen)
+            config = choose(*chosen)
+            if op.kind in ALGORITHM:  # the links may not allow the tuned one
+                config = replace(config, algorithm=ALGORITHM[op.kind])
+            kwargs["config"] = config
 
         def run() -> None:
             function(*args, **kwargs, pdl=self.pdl)
@@ -124,6 +127,14 @@ class _Lowering:
         dtypes = [self.rank.weights[v.name].weight.dtype for v in op.inputs if v.kind == "weight"]
         key = f"{name} {shapes} {dtypes} {config} {self.pdl}"
         return Launch(op, name, config, self._bytes(op), key, run, chosen)
+
+    def _joint(self, op: Op, messages: torch.Tensor) -> Launch:
+        """Not a kernel of one rank: NCCL gathers `messages` (uint8 [world, bytes]) for all ranks at once."""
+
+        def run() -> None:
+            raise AssertionError("a message that NCCL carries moves for all ranks at once")
+
+        return Launch(op, op.kind, None, 0, f"{op.kind} {messages.shape}", run, None, messages)
 
     def _bytes(self, op: Op) -> int:
         """Weights and activations once; KV is counted by the runtime, which knows the context."""
@@ -234,26 +245,6 @@ class _Lowering:
     def _gather_row(self, op: Op) -> Launch:
         x, out = self._in(op, "x"), self.tensors[op.out]
         return self._launch(op, gather_row, x, self.rank.request, out)
-
-    # Exchanges between ranks
-
-    def _slot(self, op: Op) -> int:
-        return (op.attrs["site"] % EXCHANGE_SLOTS) * self.rank.exchange_slot_bytes
-
-    def _push(self, op: Op) -> Launch:
-        rank = self.rank
-        return self._launch(
-            op, all_reduce.push, self._in(op, "x"), rank.peer_table, self._slot(op),
-            rank=rank.index, world=rank.world,
-        )  # fmt: skip
-
-    def _poll_residual(self, op: Op) -> Launch:
-        rank, slot = self.rank, self._slot(op)
-        return self._launch(
-            op, all_reduce.poll_residual, rank.exchange, slot, slot,
-            self._in(op, "residual"), self.tensors[op.out], rank.status,
-            rank=rank.index, world=rank.world, call_site=op.attrs["site"],
-        )  # fmt: skip
 
     # Sampling
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.graph.ir import Graph, Op, Value
+from engine.graph.ir import SENDS, Graph, Op, Value
 
 ALIGN = 256  # bytes; keeps every row of every buffer 16-byte aligned for vector loads
 ITEMSIZE = {"f32": 4, "i32": 4, "fp8": 1}
 # Outputs that have no arena buffer: they live in exchange slots, argmax workspaces or the state.
-_ELSEWHERE = {"push", "sample", "argmax_partial", "argmax_push", "argmax_poll", "argmax_finish"}
-_ELSEWHERE |= {"sample_adjust", "sample_push", "sample_gather", "sample_search", "sample_pick"}
-_ELSEWHERE |= {"sample_settle"}
+_ELSEWHERE = SENDS | {"sample", "argmax_partial", "argmax_poll", "argmax_finish", "sample_adjust"}
+_ELSEWHERE |= {"sample_gather", "sample_search", "sample_pick", "sample_settle"}
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from engine.config import ModelConfig
 from engine.graph.ir import Graph, Op, Phase, Value, make_op, state
+from engine.graph.passes.lower_collectives import carried
 from engine.graph.plan import BufferPlan
 from engine.kernels.sample_kernel import PASSES
 
 
 def sampling_tail(
-    config: ModelConfig, *, phase: Phase, rows: int, tp: int, shard_of: int | None = None
-) -> tuple[Graph, BufferPlan]:
-    """Tail of a decode step of `rows` rows, or of a prefill (rows 1), with the plan that lower() needs."""
+    config: ModelConfig, *, phase: Phase, rows: int, tp: int, shard_of: int | None = None,
+    algorithms: tuple[str, ...] = Graph.algorithms,
+) -> tuple[Graph, BufferPlan]:  # fmt: skip
+    """Tail of a decode step of `rows` rows, or of a prefill (rows 1), with the plan that lower() needs.
+
+    algorithms: as in graph/build.py; they say whether NCCL must carry the scores."""
     columns = config.shard(shard_of or tp).vocab_size
     total = tp * columns
     logits = Value("logits", (rows, columns), "f32", "sharded", "input")
@@ -35,10 +39,11 @@ def sampling_tail(
     else:
         message = Value("scores_msg", (rows, columns), "f32", "sharded")
         emit("sample_push", message, attrs, logits=logits)
-        emit("sample_gather", scores, None, message=message)
+        ops += carried(message, "sampling", algorithms)
+        emit("sample_gather", scores, None, message=ops[-1].out)
     for number in range(PASSES):
         emit("sample_search", (), {**attrs, "number": number}, scores=scores)
     emit("sample_pick", picked, attrs, scores=scores)
     emit("sample_settle", token, None, best=picked, tokens=tokens)
-    graph = Graph(phase, rows, tp, config.name, tuple(ops), {}, None)
+    graph = Graph(phase, rows, tp, config.name, tuple(ops), {}, None, algorithms=algorithms)
     return graph, BufferPlan({logits: 0}, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.graph.ir import OP_KINDS, Graph, Op, Value
+from engine.graph.ir import OP_KINDS, SENDS, Graph, Op, Value
 
 
 class GraphError(AssertionError):
@@ -72,17 +72,10 @@ def _check_op(op: Op, tp: int, where: str) -> None:
             raise GraphError(
                 f"{where}: x is {op.input('x').sharding}, its result {op.out.sharding}"
             )
-    elif op.kind in {"add", "poll_residual"}:
-        first = "x" if op.kind == "add" else "message"
-        if not shapes[first] == shapes["residual"] == op.out.shape:
-            raise GraphError(f"{where}: {shapes} -> {op.out.shape}")
-        if op.input("residual").sharding != "replicated" or op.out.sharding != "replicated":
-            raise GraphError(f"{where}: the residual stream is replicated")
-    elif op.kind in {"all_reduce", "push"}:
-        if op.input("x").sharding != "partial":
-            raise GraphError(
-                f"{where}: {op.input('x')} is {op.input('x').sharding}, not a partial sum"
-            )
+    elif op.kind == "add" or "site" in op.attrs:
+        _check_sum(op, where)
+    elif op.kind == "all_reduce":
+        _check_partial(op.input("x"), where)
     elif op.kind in {"rmsnorm", "rmsnorm_quantize"}:
         if op.input("x").sharding != "replicated" or shapes["weight"] != shapes["x"][-1:]:
             raise GraphError(f"{where}: a norm needs whole rows: {shapes}")
@@ -98,6 +91,25 @@ def _check_op(op: Op, tp: int, where: str) -> None:
             raise GraphError(f"{where}: a norm over heads of {op.attrs['head_dim']}: {shapes}")
     elif op.kind == "silu_mul" and "x" in shapes and shapes["x"][1] != 2 * op.out.shape[1]:
         raise GraphError(f"{where}: {shapes['x']} -> {op.out.shape}")
+
+
+def _check_sum(op: Op, where: str) -> None:
+    """A residual add, or one step of an all-reduce."""
+    if {value.shape for value in op.inputs} != {op.out.shape}:
+        raise GraphError(f"{where}: {[value.shape for value in op.inputs]} -> {op.out.shape}")
+    residual = op.find("residual")
+    if residual is not None and residual.sharding != "replicated":
+        raise GraphError(f"{where}: the residual stream is replicated")
+    if op.kind != "add":
+        _check_partial(op.inputs[0], where)
+    expected = "partial" if op.kind in SENDS else "replicated"
+    if op.out.sharding != expected:
+        raise GraphError(f"{where}: its result is {expected}, not {op.out.sharding}")
+
+
+def _check_partial(value: Value, where: str) -> None:
+    if value.sharding != "partial":
+        raise GraphError(f"{where}: {value} is {value.sharding}, not a partial sum")
 
 
 def _check_quantized(op: Op, where: str) -> None:

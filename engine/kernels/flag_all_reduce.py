@@ -17,6 +17,8 @@ Protocol (memory orders: sync.py)
   which each peer released after its kernel e (all its reads) had ended.
 * The grid is the workspace's `programs`, always: epochs are per program. All programs are resident
   at once (<= one a multiprocessor), since a program waits for the same program elsewhere.
+* Flags, epochs and both halves lie at fixed places, so graphs with messages of any size up to the
+  workspace's may take turns on it.
 
 Ranks that share a device call `phase="publish"` for all of them, then `phase="reduce"`: publishing
 never waits, as pushing never does (all_reduce.py). `phase="both"` is one launch for one rank a
@@ -48,28 +50,31 @@ from engine.kernels.sync import (
 
 @dataclass(frozen=True)
 class FlagWorkspace:
-    """One rank's buffer: two halves of a message, flags [programs, world], epochs [programs]."""
+    """One rank's buffer: flags [programs, world], epochs [programs], two halves of the largest
+    message (rows x hidden)."""
 
     world: int
     rows: int
     hidden: int
-    programs: int = 16
+    programs: int = 32
 
     @property
     def message_bytes(self) -> int:
+        """Of the largest message, and hence of a half."""
         return self.rows * self.hidden * 2
 
     @property
-    def flags_offset(self) -> int:
-        return 2 * self.message_bytes
+    def flag_bytes(self) -> int:
+        """Flags and epochs."""
+        return 4 * self.programs * (self.world + 1)
 
     @property
-    def epochs_offset(self) -> int:
-        return self.flags_offset + 4 * self.programs * self.world
+    def data_offset(self) -> int:
+        return -(-self.flag_bytes // 256) * 256
 
     @property
     def nbytes(self) -> int:
-        return -(-(self.epochs_offset + 4 * self.programs) // 16) * 16
+        return self.data_offset + 2 * self.message_bytes
 
     def allocate(self, device: torch.device | str, epoch: int = 0) -> torch.Tensor:
         """uint8 [nbytes]. All ranks' buffers must exist, with one epoch, before any publishes."""
@@ -81,17 +86,20 @@ class FlagWorkspace:
         """Flags and epochs back to one value (int32), on all ranks, all idle: after an aborted
         call.
         """
-        end = self.epochs_offset + 4 * self.programs
-        buffer[self.flags_offset : end].view(torch.int32).fill_(epoch)
+        buffer[: self.flag_bytes].view(torch.int32).fill_(epoch)
 
 
-@triton.jit(do_not_specialize=["call_site", "rank", "limit_us", "chunks", "status"])
+@triton.jit(
+    do_not_specialize=["data", "half_bytes", "call_site", "rank", "limit_us", "chunks", "status"]
+)
 def flag_all_reduce_kernel(
     x,  # [rows, H] 16-bit partial sum (PUBLISH)
     peers,  # int64 [WORLD], base addresses of all buffers
     residual,  # [rows, H] 16-bit (RESIDUAL); may be `out`
     out,  # [rows, H] 16-bit (REDUCE)
     status,
+    data,  # byte offset of the two halves in a buffer
+    half_bytes,
     call_site,
     rank,
     limit_us,
@@ -106,12 +114,9 @@ def flag_all_reduce_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    lanes = tl.arange(0, BLOCK)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lanes, thread = tl.arange(0, BLOCK), tl.arange(0, THREADS)
     blocks = tl.cdiv(chunks, BLOCK)
-    message = chunks.to(tl.int64) * 16
-    thread = tl.arange(0, THREADS)
     peer = thread % WORLD
     own = tl.load(peers + rank)
     targets = ()
@@ -120,10 +125,9 @@ def flag_all_reduce_kernel(
     bases = tl.load(peers + peer)
     if PDL:
         gdc_wait()
-    flags = 2 * message
-    epoch_at = (own + flags + (programs * WORLD + program) * 4).to(tl.pointer_type(tl.int32))
+    epoch_at = (own + (programs * WORLD + program) * 4).to(tl.pointer_type(tl.int32))
     epoch = tl.load(epoch_at, volatile=True) + 1
-    half = (epoch & 1).to(tl.int64) * message
+    half = data + (epoch & 1).to(tl.int64) * half_bytes
     if PUBLISH:
         for block in range(program, blocks, programs):
             chunk = block * BLOCK + lanes
@@ -132,9 +136,9 @@ def flag_all_reduce_kernel(
             w0, w1, w2, w3 = load16(x.to(tl.int64) + at, live)
             push16(own + half + at, w0, w1, w2, w3, live)
         tl.debug_barrier()  # the release below covers every thread's stores
-        release_flag(bases + flags + (program * WORLD + rank) * 4, epoch, thread < WORLD)
+        release_flag(bases + (program * WORLD + rank) * 4, epoch, thread < WORLD)
     if REDUCE:
-        mine = own + flags + (program * WORLD + peer) * 4
+        mine = own + (program * WORLD + peer) * 4
         wait_flags(mine, epoch, peer, status, limit_us, rank, call_site, epoch & 1)
         tl.debug_barrier()  # the acquire above covers every thread's loads
         for block in range(program, blocks, programs):
@@ -153,53 +157,29 @@ def flag_all_reduce_kernel(
 
 
 def flag_all_reduce(
-    x: torch.Tensor,
-    peers: torch.Tensor,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    status: torch.Tensor,
-    workspace: FlagWorkspace,
-    *,
-    rank: int,
-    world: int,
-    call_site: int,
-    phase: str = "both",
-    config: AllReduceConfig | None = None,
-    pdl: bool = False,
+    x: torch.Tensor, peers: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor,
+    status: torch.Tensor, workspace: FlagWorkspace, *, rank: int, world: int, call_site: int,
+    phase: str = "both", config: AllReduceConfig | None = None, pdl: bool = False,
     limit_us: int = DEFAULT_LIMIT_US,
-) -> None:
+) -> None:  # fmt: skip
     """out [rows, H] = sum of all ranks' x + residual. x, out 16-bit; out may alias residual, not x.
 
     peers: int64 [world] addresses of the ranks' FlagWorkspace buffers (own included). phase: both,
     publish (needs x) or reduce (needs out); see the top. Bits equal on all ranks.
     """
     chunks = message_chunks(x, world)
-    if chunks * 16 != workspace.message_bytes or world != workspace.world:
+    if chunks * 16 > workspace.message_bytes or world != workspace.world:
         raise EngineError(
-            f"flag all-reduce of {chunks * 16} bytes over {world} ranks: its workspace was "
-            f"made for {workspace.message_bytes} bytes over {workspace.world}"
+            f"flag all-reduce of {chunks * 16} bytes over {world} ranks: its workspace was made for "
+            f"up to {workspace.message_bytes} bytes over {workspace.world}"
         )
     if phase not in ("both", "publish", "reduce"):
         raise EngineError(f"flag all-reduce phase {phase!r}: choose both, publish or reduce")
     config = config or AllReduceConfig("flag")
     flag_all_reduce_kernel[(workspace.programs,)](
-        x,
-        peers,
-        out if residual is None else residual,
-        out,
-        status.data_ptr(),
-        call_site,
-        rank,
-        limit_us,
-        chunks,
-        WORLD=world,
-        BLOCK=config.block,
-        THREADS=32 * config.num_warps,
-        PUBLISH=phase != "reduce",
-        REDUCE=phase != "publish",
-        RESIDUAL=residual is not None,
-        PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=1,
-        launch_pdl=pdl,
-    )
+        x, peers, out if residual is None else residual, out, status.data_ptr(),
+        workspace.data_offset, workspace.message_bytes, call_site, rank, limit_us, chunks,
+        WORLD=world, BLOCK=config.block, THREADS=32 * config.num_warps, PUBLISH=phase != "reduce",
+        REDUCE=phase != "publish", RESIDUAL=residual is not None and phase != "publish", PDL=pdl,
+        num_warps=config.num_warps, num_stages=1, launch_pdl=pdl,
+    )  # fmt: skip

@@ -9,12 +9,10 @@ from math import prod
 
 from engine.config import ModelConfig, with_layers
 from engine.graph.build import build
-from engine.graph.ir import Graph, Op, Phase
+from engine.graph.ir import SENDS, WAITS, Graph, Op, Phase
 from engine.graph.passes import run_passes
 from engine.graph.plan import has_buffer, value_bytes
 
-BARRIER_KINDS = ("poll_residual", "argmax_poll")  # launches that wait for the other ranks
-EXCHANGE_KINDS = (*BARRIER_KINDS, "push", "argmax_push")
 ACT_BYTES = 2  # 16-bit activations and KV
 
 
@@ -67,8 +65,8 @@ def op_cost(op: Op, graph: Graph, fp8: bool, context: int, act_bytes: int = ACT_
         kv_bytes=_kv_bytes(op, graph, context, act_bytes),
         activation_bytes=activation,
         flops=_flops(op, graph, context),
-        launches=int(op.kind not in EXCHANGE_KINDS),
-        barriers=int(op.kind in BARRIER_KINDS),
+        launches=int(op.kind not in SENDS | WAITS),
+        barriers=int(op.kind in WAITS),
         message_bytes=_message_bytes(op, graph, act_bytes),
     )
 
@@ -95,10 +93,13 @@ def _flops(op: Op, graph: Graph, context: int) -> float:
 
 
 def _message_bytes(op: Op, graph: Graph, act_bytes: int) -> int:
-    """A one-shot exchange sends the whole message to every peer."""
-    if op.kind in ("push", "argmax_push") or op.attrs.get("epilogue") == "push":
-        return (graph.tp - 1) * value_bytes(op.out, act_bytes)
-    return 0
+    """What crosses the links: one-shot sends the whole message to every peer, each half of two-shot a shard of
+    it; the flag barrier's reader fetches the whole one from every peer."""
+    whole = (graph.tp - 1) * value_bytes(op.out, act_bytes)
+    if op.kind in ("two_shot_scatter", "two_shot_reduce"):
+        return whole // graph.tp
+    carried = op.kind in ("push", "argmax_push", "flag_reduce")
+    return whole if carried or op.attrs.get("epilogue") == "push" else 0
 
 
 def add_up(costs: Iterable[Cost]) -> Cost:

@@ -11,12 +11,12 @@ from engine.checkpoint.load import Loaded
 from engine.config import ModelConfig
 from engine.graph.facts import choices
 from engine.graph.ir import Graph
-from engine.graph.lower import EXCHANGE_SLOTS
 from engine.kernels import argmax, gemm, sample
 from engine.kernels.decode_attention import MAX_SPLITS
 from engine.kernels.decode_attention import workspace as attention_workspace
 from engine.kernels.epilogue import SiluMul, Store
 from engine.kernels.sync import STATUS_WORDS
+from engine.runtime.exchange import EXCHANGE_SLOTS, ExchangeSizes
 from engine.runtime.rank import Rank
 from engine.runtime.state import new_state, rope_table
 from engine.tune.choose import choose
@@ -43,6 +43,7 @@ class Sizes:
     max_model_len: int
     arena_bytes: int
     gemm: tuple[int, int, int]  # kernels/gemm.py: workspace_sizes
+    exchange: ExchangeSizes  # of the graphs' all-reduces
 
     @property
     def kv_length(self) -> int:
@@ -88,8 +89,7 @@ def allocate_ranks(
     """
     world = len(devices)
     shard = config.shard(degree)
-    message = max(sizes.tokens, sizes.rows) * config.hidden_size * dtype.itemsize
-    slot_bytes = world * -(-message // 256) * 256
+    slot_bytes, flags = sizes.exchange.slot_bytes, sizes.exchange.flag
     scores = sample.sample_workspace(world, sizes.rows, shard.vocab_size)
     ranks: list[Rank] = []
     status = _host(
@@ -125,15 +125,18 @@ def allocate_ranks(
                 status=status,
                 exchange=on((EXCHANGE_SLOTS * slot_bytes,), torch.uint8) if world > 1 else None,
                 exchange_slot_bytes=slot_bytes,
+                flag_exchange=on((flags.nbytes,), torch.uint8) if flags else None, flag_space=flags,
                 token_exchange=on((world * sizes.rows * 8,), torch.uint8) if world > 1 else None,
                 score_exchange=on((scores.nbytes,), torch.uint8) if world > 1 else None,
             )
         )  # fmt: skip
     if world > 1:
         for rank in ranks:
-            rank.peer_table = _addresses([r.exchange for r in ranks], rank.device)
-            rank.token_table = _addresses([r.token_exchange for r in ranks], rank.device)
-            rank.score_table = _addresses([r.score_exchange for r in ranks], rank.device)
+            peers = [rank] * world if sizes.exchange.nccl else ranks
+            rank.peer_table = _addresses([r.exchange for r in peers], rank.device)
+            rank.flag_table = _addresses([r.flag_exchange for r in peers], rank.device)
+            rank.token_table = _addresses([r.token_exchange for r in peers], rank.device)
+            rank.score_table = _addresses([r.score_exchange for r in peers], rank.device)
     reset(ranks)
     return ranks
 
@@ -144,6 +147,8 @@ def reset(ranks: Sequence[Rank]) -> None:
     for rank in ranks:
         if rank.exchange is not None:
             rank.exchange.view(torch.int32).fill_(SENTINEL)
+        if rank.flag_space is not None and rank.flag_exchange is not None:
+            rank.flag_space.reset(rank.flag_exchange)
         for words in (rank.token_exchange, rank.score_exchange):
             if words is not None:
                 words.view(torch.int32).fill_(TOKEN_SENTINEL)

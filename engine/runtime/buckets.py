@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+DECODE_ROWS = (1, 2, 4, 8)  # that have a graph
 LARGEST = 2048  # tokens; longer prompts run as chunks of this
 
 
@@ -38,7 +39,7 @@ def chunks(length: int, buckets: Sequence[int]) -> list[tuple[int, int, int]]:
 
 def decode_rows(count: int) -> int:
     """Rows of the decode graph that serves `count` sequences: 1, 2, 4 or 8."""
-    for rows in (1, 2, 4, 8):
+    for rows in DECODE_ROWS:
         if count <= rows:
             return rows
     raise ValueError(f"{count} sequences exceed the 8 rows of a decode step")

@@ -16,9 +16,10 @@ from engine.checkpoint.source import CheckpointSource, DummySource, WeightSource
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import EngineError
 from engine.graph.build import Logits, build
+from engine.graph.ir import Graph
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
-from engine.runtime.buckets import decode_rows, prefill_buckets
+from engine.runtime.buckets import DECODE_ROWS, decode_rows, prefill_buckets
 from engine.runtime.phases import Phases
 from engine.weights import WeightSpec
 
@@ -155,6 +156,10 @@ def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecuto
         raise EngineError(
             "--prefill-activations fp8 works on CUDA devices; the CPU runs dequantised weights"
         )
+    if engine.all_reduce != "auto":
+        raise EngineError(
+            f"--all-reduce {engine.all_reduce} works on CUDA devices; on the CPU ranks read each other"
+        )
     if engine.shard_of:
         raise EngineError("--shard-of measures speed on GPUs; it means nothing with --device cpu")
     phases = Phases()
@@ -181,8 +186,9 @@ def create_gpu_executor(
     only: compile just these graphs (tuning).
     """
     from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
+    from engine.runtime.exchange import graph_exchange
     from engine.runtime.gpu import GpuExecutor, compile_graphs, compile_tails
-    from engine.runtime.links import probe_links, require_peer_access
+    from engine.runtime.links import choose_transport, probe_links
     from engine.tune.choose import set_target
 
     tp = engine.tensor_parallel_size
@@ -194,24 +200,32 @@ def create_gpu_executor(
         model = _open(engine, config, "cuda")
         dtype = model.dtype
         buckets = prefill_buckets(engine.max_model_len or config.max_position_embeddings)
-        table = _fit(engine, model, devices, buckets)
+        properties = torch.cuda.get_device_properties(devices[0])
+        set_target(properties.name, properties.multi_processor_count)
+    with phases.phase("links"):
+        algorithms = Graph.algorithms
+        if tp > 1:
+            indices = [device.index for device in devices]
+            force = None if engine.all_reduce == "auto" else engine.all_reduce
+            transport = choose_transport(probe_links(sorted(set(indices))), indices, force)
+            algorithms = transport.algorithms
+            log.info("all-reduce: %s (%s)", "/".join(algorithms), transport.reason)
+    with phases.phase("check"):
+        table = _fit(engine, model, devices, buckets, algorithms)
         max_model_len = table.need.context
         config.check_context(max_model_len)
         buckets = prefill_buckets(max_model_len)
         log.info("memory per GPU:\n%s", table)
-        properties = torch.cuda.get_device_properties(devices[0])
-        set_target(properties.name, properties.multi_processor_count)
-    with phases.phase("links"):
-        if tp > 1:
-            require_peer_access(probe_links(sorted({device.index for device in devices})))
         bandwidth = _copy_bandwidth(devices[0])
     with phases.phase("graph"):
         graphs = compile_graphs(
             config, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
             prompt_logits_bucket=_prompt_logits_bucket(max_model_len), only=only,
-            fp8_prefill=_fp8_prefill(engine, model), adapt=model.adapt,
+            fp8_prefill=_fp8_prefill(engine, model), algorithms=algorithms, adapt=model.adapt,
         )  # fmt: skip
-        tails = compile_tails(config, tp, rows=engine.max_num_seqs, shard_of=engine.shard_of)
+        tails = compile_tails(
+            config, tp, rows=engine.max_num_seqs, shard_of=engine.shard_of, algorithms=algorithms
+        )
         specs = model.specs(tp, engine.shard_of)
     with phases.phase("load"):
         weights = _load(model, specs, devices)
@@ -223,6 +237,7 @@ def create_gpu_executor(
             gemm=gemm_workspace_sizes(
                 graphs.values(), lambda name: weights[0][name].weight.dtype, tuning=only is not None
             ),
+            exchange=graph_exchange(graphs.values()),
         )  # fmt: skip
         ranks = allocate_ranks(config, weights, devices, dtype, sizes, degree)
     facts: dict[str, Any] = {
@@ -275,8 +290,9 @@ def _fp8_prefill(engine: EngineConfig, model: _Model) -> bool:
 
 
 def _fit(
-    engine: EngineConfig, model: _Model, devices: list[torch.device], buckets: Sequence[int]
-) -> MemoryTable:
+    engine: EngineConfig, model: _Model, devices: list[torch.device], buckets: Sequence[int],
+    algorithms: tuple[str, ...],
+) -> MemoryTable:  # fmt: skip
     """Memory table of the deployment; raises EngineError when it does not fit."""
     config, dtype, tp = model.config, model.dtype, len(devices)
     shared = max(devices.count(device) for device in devices)
@@ -294,8 +310,10 @@ def _fit(
             fp8_prefill=_fp8_prefill(engine, model),
         )  # fmt: skip
         workspace = max(workspace, plan(run_passes(unfused), dtype.itemsize).arena_bytes)
-    if tp > 1:  # two exchange slots of one message per rank
-        workspace += 2 * tp * buckets[-1] * config.hidden_size * dtype.itemsize
+    from engine.runtime.exchange import planned_exchange
+
+    counts = (*DECODE_ROWS, *buckets)  # rows of a step's messages
+    exchange = planned_exchange(tp, config.hidden_size, counts, algorithms)
     # Sampling: counts and bias a slot, scores of R rows and their exchange.
     vocabulary = config.shard(engine.shard_of or tp).vocab_size
     workspace += (
@@ -308,7 +326,8 @@ def _fit(
         config, lambda n: model.specs(n).values(), tp=degree, dtype=dtype,
         quantization=model.quantization, max_model_len=engine.max_model_len,
         num_slots=engine.max_num_seqs, device_bytes=totals * (degree if engine.shard_of else 1),
-        utilization=engine.gpu_memory_utilization, workspace_bytes=workspace, graph_bytes=GRAPH_BYTES,
+        utilization=engine.gpu_memory_utilization, workspace_bytes=workspace,
+        exchange_bytes=exchange.nbytes, graph_bytes=GRAPH_BYTES,
     )  # fmt: skip
 
 

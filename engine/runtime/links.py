@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.errors import EngineError
+from engine.kernels.all_reduce import ALGORITHMS
 
 log = logging.getLogger("engine.links")
 
@@ -210,18 +211,6 @@ def _verify(link: Link) -> bool:
     return all(int(count.abs().sum()) == 0 for count in wrong.values())
 
 
-def require_peer_access(matrix: LinkMatrix, devices: Sequence[int] | None = None) -> None:
-    """EngineError if a pair of these devices (default: all probed) cannot carry the custom
-    collectives.
-    """
-    bad = matrix.unusable(matrix.devices if devices is None else devices)
-    if bad:
-        raise EngineError(
-            _complaint(bad[0], len(bad))
-            + "; choose GPUs that reach each other (CUDA_VISIBLE_DEVICES) or --tp 1"
-        )
-
-
 def _complaint(link: Link, count: int) -> str:
     what = "no peer access" if not link.peer_access else "peer access that does not carry data"
     return f"GPU {link.source} -> GPU {link.target} has {what} ({count} such pairs)"
@@ -233,11 +222,11 @@ def choose_transport(
     """How the ranks on `rank_devices` (CUDA ordinals, one a rank, repeats allowed) exchange
     messages.
 
-    force: None, "custom" or "nccl". EngineError if it is impossible; one log line when falling
-    back.
+    force: None, or the one algorithm to use. EngineError if it is impossible here; one log line when
+    falling back to NCCL.
     """
-    if force not in (None, "custom", "nccl"):
-        raise EngineError(f"transport {force!r}: choose custom or nccl")
+    if force not in (None, *ALGORITHMS):
+        raise EngineError(f"--all-reduce {force}: choose auto or one of {', '.join(ALGORITHMS)}")
     devices = sorted(set(rank_devices))
     virtual = len(devices) < len(rank_devices)
     if len(rank_devices) == 1:
@@ -248,14 +237,25 @@ def choose_transport(
             cause = "; " + _complaint(bad[0], len(bad)) if bad else ""
             raise EngineError(
                 f"{len(rank_devices)} ranks on {len(devices)} GPUs need the custom collectives "
-                f"(NCCL takes one rank a GPU{cause}); lower --tp"
+                f"(NCCL takes one rank a GPU{cause}); lower --tp or choose GPUs that reach each other "
+                "(CUDA_VISIBLE_DEVICES)"
             )
         reason = "forced" if force else _complaint(bad[0], len(bad))
         if not force:
             log.warning("all-reduce falls back to NCCL: %s", reason)
         return Transport("nccl", ("nccl",), reason)
     if bad:
-        raise EngineError(f"the custom collectives were forced, but {_complaint(bad[0], len(bad))}")
+        raise EngineError(f"--all-reduce {force} was forced, but {_complaint(bad[0], len(bad))}")
+    transport = _custom(matrix, devices, virtual)
+    if force is None:
+        return transport
+    if force not in transport.algorithms:
+        raise EngineError(f"--all-reduce {force} was forced, but {transport.reason}")
+    return replace(transport, algorithms=(force,))
+
+
+def _custom(matrix: LinkMatrix, devices: Sequence[int], virtual: bool) -> Transport:
+    """What the custom collectives may do among devices that reach each other."""
     split = ("lamport", "two_shot")
     if len(devices) == 1:
         return Transport("local", (*split, "flag"), "all ranks share one GPU", virtual)

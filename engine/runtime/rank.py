@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.load import Loaded
+from engine.kernels.flag_all_reduce import FlagWorkspace
 from engine.kernels.sample import SampleBuffers
 from engine.runtime.state import RankState
 
@@ -45,9 +46,12 @@ class Rank:
     step: torch.Tensor  # [1] int32: steps sampled so far (this rank's count)
     status: torch.Tensor  # [8] int32, pinned host memory, one for all ranks: kernels/sync.py
     # Present when world > 1:
-    exchange: torch.Tensor | None = None  # uint8: two slots of world messages
+    exchange: torch.Tensor | None = None  # uint8: two slots of messages (runtime/exchange.py)
     exchange_slot_bytes: int = 0
     peer_table: torch.Tensor | None = None  # [world] int64: every rank's exchange address
+    flag_exchange: torch.Tensor | None = None  # uint8: the flag barrier's buffer, if it is used
+    flag_table: torch.Tensor | None = None
+    flag_space: FlagWorkspace | None = None
     token_exchange: torch.Tensor | None = None  # uint8: one slot of world x R x (value, id)
     token_table: torch.Tensor | None = None
     score_exchange: torch.Tensor | None = None  # uint8: one slot of world x R x V fp32 scores

@@ -9,8 +9,9 @@ import torch
 
 from engine.config import EngineConfig, from_dir
 from engine.errors import DeviceError
-from engine.runtime import create_executor
+from engine.runtime import create_executor, links, nccl
 from tests.graph.models import SHAPES, Lockstep, save_model
+from tests.graph.test_lower import carried_by_copies
 
 pytestmark = pytest.mark.gpu
 
@@ -115,10 +116,32 @@ def test_two_gpus(folders, shape):
         executor.close()
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
-def test_virtual_ranks(folders, tp):
+@pytest.mark.multigpu
+def test_nccl(folders):
+    """The carrier where there is no peer access, forced where there is: pieces of a graph, NCCL between them."""
+    executor = start(folders["llama"], tp=2, all_reduce="nccl")
+    try:
+        check_against_oracle(folders["llama"], executor)
+        same_state_on_all_ranks(executor)
+    finally:
+        executor.close()
+
+
+def test_pieces_between_carried_messages(folders, monkeypatch):
+    """The same pieces on one device, copies in NCCL's place."""
+    transport = links.Transport("nccl", ("nccl",), "a test", virtual=True)
+    monkeypatch.setattr(links, "choose_transport", lambda *_: transport)
+    monkeypatch.setattr(nccl, "all_gather_in_place", carried_by_copies)
+    test_virtual_ranks(folders, 2, "auto")
+
+
+@pytest.mark.parametrize(
+    "tp,all_reduce",
+    [(2, "auto"), (4, "auto"), (8, "auto"), (4, "two_shot"), (8, "two_shot"), (2, "flag"), (4, "flag")],
+)  # fmt: skip
+def test_virtual_ranks(folders, tp, all_reduce):
     """More ranks than devices: the whole protocol at TP = 4 and 8 on whatever is here."""
-    executor = start(folders["llama"], tp=tp, virtual_ranks=True)
+    executor = start(folders["llama"], tp=tp, virtual_ranks=True, all_reduce=all_reduce)
     try:
         check_against_oracle(folders["llama"], executor)
         same_state_on_all_ranks(executor)
@@ -250,11 +273,12 @@ def test_a_missing_rank_is_an_error_and_the_next_request_works(folders):
     try:
         expected = run(executor, 0, PROMPTS[0], 8)
         program = executor._programs[("decode", 1, "last")]
-        both, program._graphs = program._graphs, program._graphs[:1]
+        (captured,) = whole = program._pieces
+        program._pieces = [captured[:1]]
         executor.read(executor.prefill(0, PROMPTS[0]))
         with pytest.raises(DeviceError, match=r"rank 0 waited in vain for rank 1"):
             executor.read(executor.decode([0]))
-        program._graphs = both
+        program._pieces = whole
         assert run(executor, 0, PROMPTS[0], 8) == expected
     finally:
         executor.close()

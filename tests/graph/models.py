@@ -109,9 +109,11 @@ class Lockstep:
         quantization: str | None = None,
         dtype: torch.dtype = torch.float32,
         fp8_prefill: bool = False,
+        algorithms: tuple[str, ...] = Graph.algorithms,
     ):
         self.config: ModelConfig = from_dir(folder)
         self.tp, self.fused, self.fp8_prefill = tp, fused, fp8_prefill
+        self.algorithms = algorithms
         graph = self.graph("prefill", length, "all")
         source = CheckpointSource(folder)
         self.weights: list[dict[str, Loaded]] = [
@@ -127,7 +129,7 @@ class Lockstep:
     def graph(self, phase: str, rows: int, logits: str = "last") -> Graph:
         graph = build(
             self.config, phase=phase, rows=rows, tp=self.tp, logits=logits,
-            fp8_prefill=self.fp8_prefill,
+            fp8_prefill=self.fp8_prefill, algorithms=self.algorithms,
         )  # fmt: skip
         return run_passes(graph) if self.fused else graph
 

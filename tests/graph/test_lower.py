@@ -3,6 +3,8 @@ card), equal the interpreter on references; TP = 2 with the real exchange betwee
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -10,10 +12,14 @@ from engine.checkpoint.load import load_rank
 from engine.checkpoint.source import CheckpointSource
 from engine.config import from_dir
 from engine.graph.build import build
+from engine.graph.capture import carry
+from engine.graph.ir import Graph
 from engine.graph.lower import lower
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
+from engine.runtime import nccl
 from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
+from engine.runtime.exchange import graph_exchange
 from tests.graph.models import Lockstep, save_model
 
 PROMPT = [5, 17, 99, 3, 42, 42, 7, 150, 11, 8, 64]
@@ -41,12 +47,15 @@ def folders(tmp_path_factory):
 class Lowered:
     """Ranks on one device, launched in lockstep."""
 
-    def __init__(self, folder, tp, quantization=None, fp8_prefill=False):
+    def __init__(
+        self, folder, tp, quantization=None, fp8_prefill=False, algorithms=Graph.algorithms
+    ):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.config = config = from_dir(folder)
         graphs = {
             key: run_passes(
-                build(config, phase=key[0], rows=key[1], tp=tp, logits=key[2], fp8_prefill=fp8_prefill)
+                build(config, phase=key[0], rows=key[1], tp=tp, logits=key[2], fp8_prefill=fp8_prefill,
+                      algorithms=algorithms)
             )
             for key in (("decode", 1, "last"), ("decode", 2, "last"), ("prefill", BUCKET, "last"),
                         ("prefill", BUCKET, "none"))
@@ -66,6 +75,7 @@ class Lowered:
             max_model_len=LENGTH,
             arena_bytes=arena,
             gemm=gemm_workspace_sizes(graphs.values(), lambda n: weights[0][n].weight.dtype),
+            exchange=graph_exchange(graphs.values()),
         )
         self.ranks = allocate_ranks(config, weights, [device] * tp, torch.float16, sizes, tp)
         self.graphs = graphs
@@ -76,6 +86,9 @@ class Lowered:
 
     def run(self, key):
         for column in zip(*self.lines[key]):
+            if column[0].messages is not None:
+                carry(column, [None] * len(column))
+                continue
             for launch in column:
                 launch.run()
 
@@ -111,6 +124,37 @@ def close(got, expected):
     assert got.isfinite().all()
     rms = (got - expected).square().mean().sqrt() / expected.square().mean().sqrt()
     assert rms < BOUND, f"RMS error {rms:.5f}"
+
+
+def carried_by_copies(buffers, streams):
+    """What NCCL does between GPUs (runtime/nccl.py), between tensors of one device."""
+    for reader, stream in zip(range(len(buffers)), streams):
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            for sender in range(len(buffers)):
+                buffers[reader][sender].copy_(buffers[sender][sender])
+
+
+@pytest.mark.parametrize("algorithm,tp", [("two_shot", 4), ("flag", 2), ("nccl", 2)])
+def test_every_all_reduce_algorithm(folders, algorithm, tp, monkeypatch):
+    """Forced in both phases: the exchange as it is lowered, run in lockstep, equals the oracle at TP 1."""
+    monkeypatch.setattr(nccl, "all_gather_in_place", carried_by_copies)
+    folder = folders["qwen2"]
+    ours = Lowered(folder, tp, algorithms=(algorithm,))
+    oracle = Lockstep(folder, 1, length=LENGTH)
+    ours.prefill(1, PROMPT)
+    logits = ours.logits(("prefill", BUCKET, "last"))
+    close(logits, oracle.vocab_logits(oracle.prefill(1, PROMPT)))
+    follow(ours, oracle, logits, {0: 1})
+    for _ in range(2):
+        ours.decode([1])
+        logits = ours.logits(("decode", 1, "last"))
+        close(logits, oracle.vocab_logits(oracle.decode([1])))
+        follow(ours, oracle, logits, {0: 1})
+    for rank in ours.ranks:
+        assert rank.status.tolist() == [0] * 8
+    if algorithm != "flag":  # every word that was sent has been read and re-armed
+        for rank in ours.ranks:
+            assert bool((rank.exchange.view(torch.int32) == -2147450880).all())
 
 
 @pytest.mark.parametrize(

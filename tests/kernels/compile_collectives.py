@@ -19,6 +19,8 @@ SCALARS = {
         "rank",
         "limit_us",
         "chunks",
+        "data",
+        "half_bytes",
         "ring_size",
         "ring_stride",
     )
@@ -53,8 +55,14 @@ def forms():
     """(name, kernel, constexprs, warps) of the forms that the engine launches."""
     for world in (2, 8):
         block, warps = (128, 4) if world == 2 else (256, 8)
-        for name, push, poll in (("push", 1, 0), ("poll", 0, 1), ("fused", 1, 1)):
-            on = dict(PUSH=bool(push), POLL=bool(poll), RESIDUAL=bool(poll), CLEAR_OWN=False)
+        for name, push, poll in (
+            ("push", 1, 0),
+            ("poll", 0, 1),
+            ("fused", 1, 1),
+            ("poll_own", 0, 1),
+        ):
+            own = name.endswith("_own")  # re-arms what it read, as the engine's two slots need
+            on = dict(PUSH=bool(push), POLL=bool(poll), RESIDUAL=bool(poll), CLEAR_OWN=own)
             yield (
                 f"lamport/{name}/{world}",
                 all_reduce.one_shot_kernel,
@@ -89,12 +97,13 @@ def forms():
             1,
         )
     for world in (4, 8):
-        for phase in ("scatter", "reduce", "gather", "all"):
-            on = {p.upper(): phase in (p, "all") for p in ("scatter", "reduce", "gather")}
+        for phase in ("scatter", "reduce", "gather", "all", "reduce_own", "gather_own"):
+            on = {p.upper(): phase.startswith((p, "all")) for p in ("scatter", "reduce", "gather")}
+            on["CLEAR_OWN"] = phase.endswith("_own")
             yield (
                 f"two_shot/{phase}/{world}",
                 two_shot.two_shot_kernel,
-                dict(WORLD=world, BLOCK=256, RESIDUAL=True, CLEAR_OWN=False, PDL=True, **on),
+                dict(WORLD=world, BLOCK=256, RESIDUAL=True, PDL=True, **on),
                 8,
             )
     partial = dict(BLOCK=1024, REQUEST=False, PDL=True)

@@ -41,10 +41,13 @@ def test_spins_stay_out_of_shared_memory(reports):
     """A spin that compiled to a block reduction would show barriers and shared memory."""
     for name, report in reports.items():
         if name.startswith(("lamport", "two_shot")):
-            assert report["barriers"] == 0 and report["shared_bytes"] == 0, name
+            own = "_own/" in name  # one barrier between reading a slot and re-arming it
+            assert report["barriers"] == own and report["shared_bytes"] == 0, name
             assert report["pushes"] >= 1, name
         if name.split("/")[:2] in (
             ["lamport", "poll"],
+            ["lamport", "poll_own"],
+            ["two_shot", "reduce_own"],
             ["lamport", "fused"],
             ["two_shot", "reduce"],
         ):

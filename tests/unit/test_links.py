@@ -15,7 +15,6 @@ from engine.runtime.links import (
     describe,
     parse_topology,
     probe_links,
-    require_peer_access,
 )
 
 TOPOLOGY = """\
@@ -47,7 +46,6 @@ def test_without_cuda():
         pytest.skip("this machine has CUDA")
     assert probe_links() == LinkMatrix()
     assert describe() == "no CUDA device"
-    require_peer_access(probe_links())
 
 
 def test_nvlink_takes_every_algorithm():
@@ -76,21 +74,22 @@ def test_fallback_says_so_once(facts, caplog):
         choice = choose_transport(broken, (0, 1))
     assert choice.name == "nccl" and len(caplog.records) == 1
     assert "GPU 0 -> GPU 1" in caplog.text
-    with pytest.raises(EngineError, match="forced"):
-        choose_transport(broken, (0, 1), force="custom")
+    with pytest.raises(EngineError, match="lamport was forced, but GPU 0 -> GPU 1"):
+        choose_transport(broken, (0, 1), force="lamport")
     with pytest.raises(EngineError, match="lower --tp"):
         choose_transport(broken, (0, 1, 0, 1))
-    with pytest.raises(EngineError, match="CUDA_VISIBLE_DEVICES"):
-        require_peer_access(broken)
-    require_peer_access(broken, devices=(0,))
 
 
 def test_forced_choices():
     assert choose_transport(matrix(), (0, 1), force="nccl").name == "nccl"
-    assert choose_transport(matrix(), (0, 1), force="custom").name == "peer"
+    for name in ("lamport", "two_shot", "flag"):
+        forced = choose_transport(matrix(), (0, 1), force=name)
+        assert forced.name == "peer" and forced.algorithms == (name,)
+    with pytest.raises(EngineError, match=r"flag was forced, but .*writes only cross"):
+        choose_transport(matrix(nvlink_lanes=0), (0, 1), force="flag")
     with pytest.raises(EngineError, match="one rank a GPU"):
         choose_transport(matrix(), (0, 0), force="nccl")
-    with pytest.raises(EngineError, match="choose custom or nccl"):
+    with pytest.raises(EngineError, match="choose auto or one of lamport"):
         choose_transport(matrix(), (0, 1), force="mpi")
 
 

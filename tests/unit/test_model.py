@@ -22,6 +22,7 @@ from engine.model.calibrate import PRIOR, fit, measured_us, predicted_us, usable
 from engine.model.costs import add_up, op_cost, op_costs
 from engine.profiling.device import bare_pushes
 from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
+from engine.runtime.exchange import graph_exchange
 
 H200 = GPUS["h200"]
 BIG = preset("qwen2.5-72b")
@@ -44,8 +45,9 @@ def tiny_ranks(graph, tp, quantization=None):
     buffers = plan(graph, 2)
     gemm = gemm_workspace_sizes([graph], lambda name: weights[0][name].weight.dtype)
     sizes = Sizes(
-        slots=2, rows=2, tokens=16, max_model_len=32, arena_bytes=buffers.arena_bytes, gemm=gemm
-    )
+        slots=2, rows=2, tokens=16, max_model_len=32, arena_bytes=buffers.arena_bytes, gemm=gemm,
+        exchange=graph_exchange([graph]),
+    )  # fmt: skip
     return buffers, allocate_ranks(
         TINY, weights, [torch.device("cpu")] * tp, torch.float16, sizes, tp
     )

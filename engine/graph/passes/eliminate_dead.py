@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.graph.ir import Graph, Op
+from engine.graph.ir import SENDS, Graph, Op
 
 # These write state or talk to other ranks or the host: they are alive by themselves.
-EFFECTS = {
-    "kv_append",
-    "rope_append",
-    "sample",
-    "push",
-    "argmax_push",
-    "argmax_poll",
-    "argmax_finish",
-}
+EFFECTS = SENDS | {"kv_append", "rope_append", "sample", "argmax_poll", "argmax_finish"}
 
 
 def has_effect(op: Op) -> bool:

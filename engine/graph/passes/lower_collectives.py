@@ -1,18 +1,39 @@
-"""Split each exchange between ranks into its two halves, a send and a wait, as kernels run them.
+"""Split each exchange between ranks into its sends and waits, as kernels run them.
 
-The halves are separate launches, so ranks that share a device can run in lockstep on one stream (every
-rank's send before any rank's wait) and nothing can spin in front of what it waits for.
+They are separate launches, so ranks that share a device can run in lockstep on one stream (every rank's
+send before any rank's wait for it) and nothing can spin in front of what it waits for. Which algorithm
+sums is chosen here, by ranks and bytes of the message: one-shot (two halves), two-shot (three thirds: the
+middle one waits for the first and sends to the last) or the flag barrier.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.graph.facts import all_reduce_algorithm
 from engine.graph.ir import Graph, Op, Value, make_op
+
+ACT_BYTES = 2  # activations are 16-bit wherever messages cost time
+
+# What a rank sends, one message a step, and what it then waits for.
+_SENDS = {
+    "lamport": ("push",),
+    "nccl": ("push", "nccl_gather"),
+    "two_shot": ("two_shot_scatter", "two_shot_reduce"),
+    "flag": ("flag_publish",),
+}
+_LAST = {
+    "lamport": "poll_residual",
+    "nccl": "poll_residual",
+    "two_shot": "two_shot_gather",
+    "flag": "flag_reduce",
+}
+# The op of each algorithm that adds the residual.
+_ADDS_RESIDUAL = {"poll_residual", "two_shot_reduce", "flag_reduce"}
 
 
 def lower_collectives(graph: Graph) -> Graph:
-    """all_reduce + add -> push + poll_residual; sample -> argmax_partial + (push + poll | finish)."""
+    """all_reduce + add -> sends and a wait; sample -> argmax_partial + (push + poll | finish)."""
     uses = graph.consumers()
     ops: list[Op] = []
     skip: set[int] = set()
@@ -26,26 +47,35 @@ def lower_collectives(graph: Graph) -> Graph:
             if add.kind != "add" or add.input("x") != op.out:
                 raise AssertionError("an all_reduce is read by a residual add and nothing else")
             skip.add(reader)
-            partial = op.input("x")
-            message = Value(f"{partial.name}_msg", partial.shape, sharding="partial")
-            attrs = {"site": site}
-            ops.append(make_op("push", message, "all_reduce", op.layer, attrs, x=partial))
-            ops.append(
-                make_op(
-                    "poll_residual", add.out, "all_reduce", op.layer, attrs,
-                    message=message, residual=add.input("residual"),
-                )
-            )  # fmt: skip
+            ops += _all_reduce(op, add, graph, site)
             site += 1
         elif op.kind == "sample":
-            ops += _sample(op, graph.tp)
+            ops += _sample(op, graph)
         else:
             ops.append(op)
     return replace(graph, ops=tuple(ops))
 
 
-def _sample(op: Op, tp: int) -> list[Op]:
-    rows = op.out.shape[0]
+def _all_reduce(op: Op, add: Op, graph: Graph, site: int) -> list[Op]:
+    partial, residual = op.input("x"), add.input("residual")
+    rows, hidden = partial.shape
+    algorithm = all_reduce_algorithm(graph.tp, rows * hidden * ACT_BYTES, graph.algorithms)
+    sends = _SENDS[algorithm]
+
+    def emit(kind: str, out: Value, **inputs: Value) -> Op:
+        with_residual = {"residual": residual} if kind in _ADDS_RESIDUAL else {}
+        return make_op(kind, out, "all_reduce", op.layer, {"site": site}, **inputs, **with_residual)
+
+    first = Value(f"{partial.name}_msg", partial.shape, sharding="partial")
+    ops = [emit(sends[0], first, x=partial)]
+    for kind in sends[1:]:
+        message = Value(f"{partial.name}_{kind}", partial.shape, sharding="partial")
+        ops.append(emit(kind, message, message=ops[-1].out))
+    return [*ops, emit(_LAST[algorithm], add.out, message=ops[-1].out)]
+
+
+def _sample(op: Op, graph: Graph) -> list[Op]:
+    rows, tp = op.out.shape[0], graph.tp
     best = Value("best", (rows, 2), "f32", "partial" if tp > 1 else "replicated")
     state = {role: op.input(role) for role in ("tokens", "positions", "where")}
     attrs = {key: op.attrs[key] for key in ("vocab_size", "shard_size")}
@@ -56,8 +86,16 @@ def _sample(op: Op, tp: int) -> list[Op]:
     if tp == 1:
         return [first, make_op("argmax_finish", op.out, "sampling", None, None, best=best, **state)]
     message = Value("best_msg", (rows, 2), "f32", "partial")
-    return [
-        first,
-        make_op("argmax_push", message, "sampling", best=best),
-        make_op("argmax_poll", op.out, "sampling", None, None, message=message, **state),
-    ]
+    ops = [first, make_op("argmax_push", message, "sampling", best=best)]
+    ops += carried(message, "sampling", graph.algorithms)
+    message = ops[-1].out
+    ops.append(make_op("argmax_poll", op.out, "sampling", None, None, message=message, **state))
+    return ops
+
+
+def carried(message: Value, stage: str, algorithms: tuple[str, ...]) -> list[Op]:
+    """The op that moves a sampling message where the ranks cannot reach each other; else none."""
+    if "nccl" not in algorithms:
+        return []
+    gathered = replace(message, name=f"{message.name}_nccl_gather")
+    return [make_op("nccl_gather", gathered, stage, message=message)]

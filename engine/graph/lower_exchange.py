@@ -1,0 +1,98 @@
+"""Lowering of the all-reduce ops: which launcher, which slot, which phase. Part of `lower.py`'s lowering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.graph.ir import Op, Value
+from engine.graph.plan import value_bytes
+from engine.kernels import all_reduce
+from engine.kernels.flag_all_reduce import flag_all_reduce
+from engine.kernels.two_shot import two_shot
+from engine.runtime.exchange import EXCHANGE_SLOTS
+
+if TYPE_CHECKING:
+    from engine.graph.lower import Launch
+    from engine.runtime.rank import Rank
+
+
+class ExchangeOps:
+    """One method an op. Slots: a site's number in the step (runtime/rank.py has the rule)."""
+
+    rank: Rank
+    tensors: dict[Value, torch.Tensor]
+    _in: Callable[[Op, str], torch.Tensor]
+    _launch: Callable[..., Launch]
+    _joint: Callable[[Op, torch.Tensor], Launch]
+
+    def _slot(self, op: Op) -> int:
+        return (op.attrs["site"] % EXCHANGE_SLOTS) * self.rank.exchange_slot_bytes
+
+    def _push(self, op: Op) -> Launch:
+        rank = self.rank
+        return self._launch(
+            op, all_reduce.push, self._in(op, "x"), rank.peer_table, self._slot(op),
+            rank=rank.index, world=rank.world,
+        )  # fmt: skip
+
+    def _poll_residual(self, op: Op) -> Launch:
+        rank, slot = self.rank, self._slot(op)
+        return self._launch(
+            op, all_reduce.poll_residual, rank.exchange, slot, slot,
+            self._in(op, "residual"), self.tensors[op.out], rank.status,
+            rank=rank.index, world=rank.world, call_site=op.attrs["site"],
+        )  # fmt: skip
+
+    def _two_shot(
+        self, op: Op, phase: str, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> Launch:
+        rank, slot = self.rank, self._slot(op)
+        return self._launch(
+            op, two_shot, x, rank.exchange, rank.peer_table, slot, slot, residual, out, rank.status,
+            rank=rank.index, world=rank.world, call_site=op.attrs["site"], phase=phase,
+            detail=f"+{phase}",
+        )  # fmt: skip
+
+    def _two_shot_scatter(self, op: Op) -> Launch:
+        x = self._in(op, "x")
+        return self._two_shot(op, "scatter", x, None, x)
+
+    def _two_shot_reduce(self, op: Op) -> Launch:
+        residual = self._in(op, "residual")
+        return self._two_shot(op, "reduce", residual, residual, residual)  # the result is sent only
+
+    def _two_shot_gather(self, op: Op) -> Launch:
+        out = self.tensors[op.out]
+        return self._two_shot(op, "gather", out, None, out)
+
+    def _flag(
+        self, op: Op, phase: str, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+    ) -> Launch:
+        rank = self.rank
+        return self._launch(
+            op, flag_all_reduce, x, rank.flag_table, residual, out, rank.status, rank.flag_space,
+            rank=rank.index, world=rank.world, call_site=op.attrs["site"], phase=phase,
+            detail=f"+{phase}",
+        )  # fmt: skip
+
+    def _flag_publish(self, op: Op) -> Launch:
+        x = self._in(op, "x")
+        return self._flag(op, "publish", x, None, x)
+
+    def _flag_reduce(self, op: Op) -> Launch:
+        out = self.tensors[op.out]
+        return self._flag(op, "reduce", out, self._in(op, "residual"), out)
+
+    def _nccl_gather(self, op: Op) -> Launch:
+        rank, size = self.rank, value_bytes(op.out, self.rank.dtype.itemsize)
+        if "site" in op.attrs:
+            buffer, first = rank.exchange, self._slot(op)
+        else:
+            sampled = op.input("message").shape[1] == 2  # (value, id), else whole scores
+            buffer, first = (rank.token_exchange if sampled else rank.score_exchange), 0
+        assert buffer is not None
+        messages = buffer[first : first + rank.world * size]
+        return self._joint(op, messages.view(rank.world, size))
