@@ -34,6 +34,8 @@ from engine.runtime.stream_signal import Channel, on_device
 
 log = logging.getLogger("engine.signal")
 
+EVENT_S = 2e-3  # between looks at the events
+READ_S = 0.1  # for a copy of the words
 DRAIN_S = 10.0  # after an abort: what is not over by then does not depend on these channels
 
 
@@ -86,14 +88,14 @@ class Watchdog:
         limit_s: float = 2.0,
     ) -> None:
         self.channels, self.streams = list(channels), list(streams)
-        self._period_s = min(0.05, limit_s / 8)
         self._stall = Stall(limit_s)
+        self._next_read = 0.0
         self._own = {
             words.device: self._own_stream(words.device)
             for channel in channels
             for words in channel.words()
         }
-        self._copies = [[_host_copy(w) for w in c.words()] for c in channels]
+        self._copies = [[_host_copy(words) for words in c.words()] for c in channels]
         self._pending: list[torch.cuda.Event] = []
         self._watched = self._done = 0  # with the words: an observation that never comes twice
         self._code = 0
@@ -176,7 +178,7 @@ class Watchdog:
                         return
                     self._changed.wait(1.0)
                 elif not self._code:
-                    self._changed.wait(self._period_s)
+                    self._changed.wait(EVENT_S)
             try:
                 self._look()
             except (DeviceError, RuntimeError) as error:  # a device that failed: nothing will end
@@ -193,23 +195,31 @@ class Watchdog:
             progress, code = (self._watched, self._done), self._code
         if not self._pending:
             return
-        if not code and self._stall.expired(time.monotonic(), (progress, self._read())):
+        now = time.monotonic()
+        if now >= self._next_read:
+            self._read()
+            self._next_read = now + self._stall.limit_s / 8
+        if not code and self._stall.expired(now, (progress, self._words())):
             code = ABORT_EXPIRED
         if code:
             self._end_waits(code)
 
-    def _read(self) -> list:
-        """All words of all channels, as the devices hold them now (or the last ones that came)."""
+    def _read(self) -> None:
+        """Copy all words of all channels, as the devices hold them now (or keep the last that came)."""
         for channel, copies in zip(self.channels, self._copies):
             for words, copy in zip(channel.words(), copies):
                 with torch.cuda.stream(self._own[words.device]):
                     copy.copy_(words, non_blocking=True)
         for own in self._own.values():
-            finishes(own, self._period_s)
+            finishes(own, READ_S)
+
+    def _words(self) -> list[list[list[int]]]:
+        """Per channel: the headers and the consumed count, the credits and the sent count."""
         return [[copy[:, 0].tolist() for copy in copies] for copies in self._copies]
 
     def _end_waits(self, code: int) -> None:
-        for channel, words in zip(self.channels, self._read()):
+        self._read()
+        for channel, words in zip(self.channels, self._words()):
             status, route = channel.status, channel.route
             if not status[0]:
                 waiter, peer = route.consumer, route.producer

@@ -152,12 +152,13 @@ class Channel:
     def warm(self, source: torch.Tensor) -> None:
         """Load every kernel of both ends, before anything may wait: loading a module waits for its
         device. `source` as for the puts to come. Leaves the channel armed."""
-        self.put(source)
+        slot = self.box.slot(0)
+        with on_device(self.producer):
+            put_signal.put(source, slot, self.status, self.route)
         self.synchronize()
         with on_device(self.consumer):
-            put_signal.poll(self.box.slot(0), self.status, self.route)
-        self._waits += 1
-        self.consumed()
+            put_signal.poll(slot, self.status, self.route)
+            put_signal.consume(slot, self.status, self.route)
         self.arm()
 
     def check(self) -> None:
