@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.model import GPUS
 from engine.profiling.report import stage_roofs
 from engine.tune.chain import Chain, Deployment
 from engine.tune.choose import gpu_slug
@@ -20,7 +21,6 @@ from engine.tune.choose import gpu_slug
 BASELINES = Path(__file__).parent / "baselines"
 # Repeated runs of one kernel on one card differ by 1 to 2 % in share (clock, DRAM refresh, the copy itself).
 MARGIN = 0.05
-PEAK = 989e12  # dense BF16 FLOP/s, datasheet: of the roof only, a share is of the copy bandwidth
 
 REGIMES: dict[str, Deployment] = {
     # 4096 tokens: the KV of the short model's layers together exceeds the L2.
@@ -95,7 +95,7 @@ class Bench:
             self.chain.executor.config, 1, phase=deployment.phase,
             rows=deployment.rows if decode else deployment.context,
             context=deployment.context if decode else 0, fp8=deployment.quantization == "fp8",
-            shard_of=deployment.shard_of, copy_bandwidth=self.copy_bandwidth, peak_flops=PEAK,
+            shard_of=deployment.shard_of, gpu=replace(GPUS["h200"], copy=self.copy_bandwidth),
         )  # fmt: skip
 
     def program(self, stage: str) -> Any:

@@ -10,13 +10,13 @@ step is overlap won (negative) or waiting that belongs to no stage.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from bench.rows import Rows
+from engine.model import GPUS
 from engine.profiling.report import stage_roofs
 from engine.profiling.subtract import added_by_stage
 from engine.tune.chain import Chain, Deployment
-
-PEAK = 989e12  # dense BF16 FLOP/s, datasheet
 
 
 def measure(rows: Rows, deployment: Deployment, layers: int | None) -> None:
@@ -29,7 +29,7 @@ def measure(rows: Rows, deployment: Deployment, layers: int | None) -> None:
         roofs = stage_roofs(
             chain.executor.config, deployment.tp, phase="decode", rows=deployment.rows,
             context=deployment.context, fp8=deployment.quantization == "fp8",
-            shard_of=deployment.shard_of, copy_bandwidth=bandwidth, peak_flops=PEAK,
+            shard_of=deployment.shard_of, gpu=replace(GPUS["h200"], copy=bandwidth),
         )  # fmt: skip
         facts = dict(model=deployment.model, quantization=deployment.quantization or "none", tp=deployment.tp,
                      shard_of=deployment.shard_of, rows=deployment.rows, context=deployment.context)  # fmt: skip

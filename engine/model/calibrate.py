@@ -33,14 +33,14 @@ class Constants:
     efficiency: float  # share of the copy bandwidth that a long weight stream reaches
     launch_us: float  # per kernel, beyond its bytes
     barrier_us: float  # per exchange, beyond its message
-    flop_efficiency: float = 0.6  # share of the BF16 peak that prefill GEMMs reach
+    flop_efficiency: float = 0.6  # share of the tensor cores' peak that prefill GEMMs reach
     host_us: float = 200.0  # TTFT beyond the prefill step: uploads, launch, polling
     source: str = EXPERIMENTS
 
     def op_us(self, cost: Cost, gpu: Gpu) -> float:
         """Time of one launch or exchange, us."""
         memory = cost.bytes / (self.efficiency * gpu.copy)
-        arithmetic = cost.flops / (self.flop_efficiency * gpu.flops)
+        arithmetic = cost.arithmetic_s(gpu) / self.flop_efficiency
         message = cost.message_bytes / gpu.link
         fixed = cost.launches * self.launch_us + cost.barriers * self.barrier_us
         return (max(memory, arithmetic) + message) * 1e6 + fixed

@@ -12,6 +12,7 @@ from engine.graph.build import build
 from engine.graph.ir import SENDS, WAITS, Graph, Op, Phase
 from engine.graph.passes import run_passes
 from engine.graph.plan import has_buffer, value_bytes
+from engine.model.gpus import Gpu
 
 ACT_BYTES = 2  # 16-bit activations and KV
 
@@ -20,7 +21,7 @@ ACT_BYTES = 2  # 16-bit activations and KV
 class Cost:
     """What one op, or all ops of a stage, do on one rank. Sums with `+`.
 
-    launches: kernels that are not part of an exchange; barriers: waits for the other ranks;
+    fp8_flops: those of `flops` that multiply FP8 by FP8; launches: kernels that are not part of an exchange; barriers: waits for the other ranks;
     message_bytes: what a rank stores into its peers' memory.
     """
 
@@ -28,6 +29,7 @@ class Cost:
     kv_bytes: int = 0
     activation_bytes: int = 0
     flops: float = 0.0
+    fp8_flops: float = 0.0
     launches: int = 0
     barriers: int = 0
     message_bytes: int = 0
@@ -36,6 +38,10 @@ class Cost:
     def bytes(self) -> int:
         """Device memory traffic."""
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+    def arithmetic_s(self, gpu: Gpu) -> float:
+        """Seconds at the tensor cores' peaks."""
+        return (self.flops - self.fp8_flops) / gpu.flops + self.fp8_flops / gpu.fp8_flops
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
@@ -60,11 +66,13 @@ def op_cost(op: Op, graph: Graph, fp8: bool, context: int, act_bytes: int = ACT_
         elif value.kind == "temp":
             activation += value_bytes(value, act_bytes)
     activation += sum(value_bytes(value, act_bytes) for value in op.outputs if has_buffer(op))
+    flops = _flops(op, graph, context)
     return Cost(
         weight_bytes=weight,
         kv_bytes=_kv_bytes(op, graph, context, act_bytes),
         activation_bytes=activation,
-        flops=_flops(op, graph, context),
+        flops=flops,
+        fp8_flops=flops if op.kind == "linear" and op.find("x_scale") else 0.0,
         launches=int(op.kind not in SENDS | WAITS),
         barriers=int(op.kind in WAITS),
         message_bytes=_message_bytes(op, graph, act_bytes),
@@ -95,11 +103,14 @@ def _flops(op: Op, graph: Graph, context: int) -> float:
 def _message_bytes(op: Op, graph: Graph, act_bytes: int) -> int:
     """What crosses the links: one-shot sends the whole message to every peer, each half of two-shot a shard of
     it; the flag barrier's reader fetches the whole one from every peer."""
+    halves = op.kind in ("two_shot_scatter", "two_shot_reduce")
+    carried = (
+        op.kind in ("push", "argmax_push", "flag_reduce") or op.attrs.get("epilogue") == "push"
+    )
+    if not halves and not carried:
+        return 0
     whole = (graph.tp - 1) * value_bytes(op.out, act_bytes)
-    if op.kind in ("two_shot_scatter", "two_shot_reduce"):
-        return whole // graph.tp
-    carried = op.kind in ("push", "argmax_push", "flag_reduce")
-    return whole if carried or op.attrs.get("epilogue") == "push" else 0
+    return whole // graph.tp if halves else whole
 
 
 def add_up(costs: Iterable[Cost]) -> Cost:
@@ -109,22 +120,23 @@ def add_up(costs: Iterable[Cost]) -> Cost:
 
 @lru_cache(maxsize=64)
 def _one_layer(
-    config: ModelConfig, phase: Phase, rows: int, tp: int, shard_of: int | None
+    config: ModelConfig, phase: Phase, rows: int, tp: int, shard_of: int | None, fp8_prefill: bool
 ) -> Graph:
+    layer = with_layers(config, 1)
     return run_passes(
-        build(with_layers(config, 1), phase=phase, rows=rows, tp=tp, shard_of=shard_of)
+        build(layer, phase=phase, rows=rows, tp=tp, shard_of=shard_of, fp8_prefill=fp8_prefill)
     )
 
 
 def op_costs(
     config: ModelConfig, tp: int, *, phase: Phase, rows: int, context: int, fp8: bool,
-    shard_of: int | None = None,
+    shard_of: int | None = None, fp8_prefill: bool = False,
 ) -> list[tuple[str, int, Cost]]:  # fmt: skip
-    """(stage, times a step runs it, cost of one) of each op. Raises EngineError for an impossible TP degree.
+    """(stage, times a step runs it, cost of one) of each op. fp8_prefill: --prefill-activations fp8. Raises EngineError for an impossible TP degree.
 
     One layer is compiled and counted `num_layers` times: all layers run the same ops.
     """
-    graph = _one_layer(config, phase, rows, tp, shard_of)
+    graph = _one_layer(config, phase, rows, tp, shard_of, fp8_prefill)
     return [
         (op.stage, 1 if op.layer is None else config.num_layers, op_cost(op, graph, fp8, context))
         for op in graph.ops

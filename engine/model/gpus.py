@@ -18,19 +18,20 @@ class Gpu:
     name: str
     hbm: float  # datasheet
     flops: float  # dense BF16 tensor cores, datasheet
+    fp8_flops: float  # dense e4m3 x e4m3, datasheet
     link: float
     sm_count: int
     copy: float  # reached by a copy: the roof of "share of the roof"
 
 
-def _gpu(name: str, hbm: float, flops: float, link: float, sm_count: int) -> Gpu:
-    return Gpu(name, hbm, flops, link, sm_count, COPY_SHARE * hbm)
+def _gpu(name: str, hbm: float, flops: float, fp8_flops: float, link: float, sm_count: int) -> Gpu:
+    return Gpu(name, hbm, flops, fp8_flops, link, sm_count, COPY_SHARE * hbm)
 
 
 # Datasheets of the SXM cards; link: 18 NVLink 4 links of 26.6 GB/s each way as the driver reports them.
 GPUS = {
-    "h100": _gpu("NVIDIA H100", 3.35e12, 989e12, 478e9, 132),
-    "h200": _gpu("NVIDIA H200", 4.80e12, 989e12, 478e9, 132),
+    "h100": _gpu("NVIDIA H100", 3.35e12, 989e12, 1979e12, 478e9, 132),
+    "h200": _gpu("NVIDIA H200", 4.80e12, 989e12, 1979e12, 478e9, 132),
 }
 
 

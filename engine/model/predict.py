@@ -83,11 +83,13 @@ def predict(
     gpu: Gpu = GPUS["h200"],
     constants: Constants | None = None,
     shard_of: int | None = None,
+    fp8_prefill: bool = False,
 ) -> Prediction:
     """Predicted step: `rows` sequences with `context` tokens in the KV (decode, default 512), or `rows` prompt
     tokens behind `context` earlier ones (prefill, default 0).
 
-    shard_of: the ranks hold the shard of this degree while `tp` of them exchange. constants None: calibrated
+    shard_of: the ranks hold the shard of this degree while `tp` of them exchange. fp8_prefill: prefill multiplies
+    FP8 by FP8 where the graph does. constants None: calibrated
     from bench/results where there are rows of this GPU. Raises EngineError for an impossible TP degree.
     """
     known = constants or constants_for(gpu, quantization)
@@ -95,7 +97,7 @@ def predict(
     found: dict[str, StagePrediction] = {}
     ops = op_costs(
         config, tp, phase=phase, rows=rows, context=context, fp8=quantization == "fp8",
-        shard_of=shard_of,
+        shard_of=shard_of, fp8_prefill=fp8_prefill,
     )  # fmt: skip
     for name, count, cost in ops:
         us = count * known.op_us(cost, gpu)

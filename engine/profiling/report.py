@@ -9,6 +9,7 @@ from typing import Any, Literal
 from engine.config import ModelConfig
 from engine.graph.ir import Phase
 from engine.model.costs import op_costs
+from engine.model.gpus import Gpu
 from engine.model.predict import Prediction
 from engine.profiling.marks import Interval, Marked, Skew, skew, stage_us
 from engine.profiling.subtract import Added
@@ -108,14 +109,16 @@ class PhaseProfile:
 
 def stage_roofs(
     config: ModelConfig, tp: int, *, phase: Phase, rows: int, context: int, fp8: bool,
-    shard_of: int | None, copy_bandwidth: float, peak_flops: float,
+    shard_of: int | None, gpu: Gpu, fp8_prefill: bool = False,
 ) -> dict[str, Roof]:  # fmt: skip
-    """Roof of each stage, from the compiled graph. context: tokens in the KV before the step."""
+    """Roof of each stage, from the compiled graph, by gpu.copy and the peaks of its tensor cores.
+
+    context: tokens in the KV before the step."""
     roofs: dict[str, Roof] = {}
     for stage, count, cost in op_costs(config, tp, phase=phase, rows=rows, context=context, fp8=fp8,
-                                       shard_of=shard_of):  # fmt: skip
+                                       shard_of=shard_of, fp8_prefill=fp8_prefill):  # fmt: skip
         old = roofs.get(stage, Roof(0, 0.0, 0.0))
-        us = max(cost.bytes / copy_bandwidth, cost.flops / peak_flops) * 1e6
+        us = max(cost.bytes / gpu.copy, cost.arithmetic_s(gpu)) * 1e6
         roofs[stage] = Roof(
             old.bytes + count * cost.bytes, old.flops + count * cost.flops, old.us + count * us
         )
@@ -150,7 +153,7 @@ def from_prediction(p: Prediction, context: int) -> PhaseProfile:
     """What the performance model says, in the same form."""
     stages = tuple(
         StageRow(s.stage, s.calls, (s.us,), Roof(s.cost.bytes, s.cost.flops, max(
-            s.memory_us, s.cost.flops / p.gpu.flops * 1e6)))
+            s.memory_us, s.cost.arithmetic_s(p.gpu) * 1e6)))
         for s in p.stages
     )  # fmt: skip
     return PhaseProfile(p.phase, p.rows, context, "predicted", stages, (p.total_us,),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import EngineError
 from engine.graph.ir import Phase
-from engine.model.gpus import GPUS, gpu_named
+from engine.model.gpus import GPUS, Gpu, gpu_named
 from engine.profiling import marks, report, subtract
 from engine.profiling.device import BATCHES, REPLAYS, GpuDevice, allocations
 from engine.runtime.buckets import LARGEST, chunks, prefill_buckets
@@ -106,7 +106,7 @@ class Session:
         roofs = report.stage_roofs(
             self.model, self.engine.tensor_parallel_size, phase=phase, rows=rows,
             context=context if decode else 0, fp8=self._fp8(), shard_of=self.engine.shard_of,
-            copy_bandwidth=self.copy_bandwidth, peak_flops=self._peak(),
+            gpu=self._gpu(), fp8_prefill=self.engine.prefill_activations == "fp8",
         )  # fmt: skip
         facts: dict[str, Any] = dict(
             phase=phase, rows=rows, context=context, copy_bandwidth=self.copy_bandwidth
@@ -132,12 +132,13 @@ class Session:
         weights = self.executor.ranks[0].weights.values()
         return any(loaded.scale is not None for loaded in weights)
 
-    def _peak(self) -> float:
-        """Dense BF16 FLOP/s of the card; of an H200 if the card is not known."""
+    def _gpu(self) -> Gpu:
+        """The card (an H200 if the model knows none of its name) at the copy bandwidth of this run."""
         try:
-            return gpu_named(self.executor.stats()["device"]).flops
+            known = gpu_named(self.executor.stats()["device"])
         except EngineError:
-            return GPUS["h200"].flops
+            known = GPUS["h200"]
+        return replace(known, copy=self.copy_bandwidth)
 
     def close(self) -> None:
         self.executor.close()

@@ -107,6 +107,34 @@ def test_prefill_counts_the_causal_pairs_and_earlier_chunks():
     assert attention(2048).kv_bytes == 80 * 2560 * 1 * 128 * 2 * 2
 
 
+def test_fp8_activations_are_held_against_the_fp8_peak():
+    """Only the linears with an FP8 input (x_scale), and only from the length on where the graph quantises."""
+
+    def prefill(fp8_prefill, rows=2048):
+        ops = op_costs(
+            BIG, 2, phase="prefill", rows=rows, context=0, fp8=True, fp8_prefill=fp8_prefill
+        )
+        return {stage: add_up(c * n for s, n, c in ops if s == stage) for stage in {s for s, _, _ in ops}}  # fmt: skip
+
+    wide, narrow = prefill(False), prefill(True)
+    assert not any(cost.fp8_flops for cost in wide.values())
+    assert not any(cost.fp8_flops for cost in prefill(True, rows=64).values())
+    for stage in ("qkv", "o_proj", "gate_up", "down"):
+        assert narrow[stage].fp8_flops == narrow[stage].flops == wide[stage].flops > 0
+        assert narrow[stage].arithmetic_s(H200) == pytest.approx(
+            wide[stage].arithmetic_s(H200) * 989 / 1979
+        )
+    for stage in ("attention", "lm_head"):
+        assert narrow[stage].fp8_flops == 0
+        assert narrow[stage].arithmetic_s(H200) == wide[stage].arithmetic_s(H200) > 0
+    slow, fast = (
+        predict(BIG, 2, quantization="fp8", constants=PRIOR["fp8"], phase="prefill", rows=2048,
+                fp8_prefill=on).total_us
+        for on in (False, True)
+    )  # fmt: skip
+    assert 0.5 * slow < fast < 0.7 * slow, "the linears are nearly all of a prefill of 2048 tokens"
+
+
 def test_predictions_move_the_right_way():
     base = predict(BIG, 2, quantization="fp8", constants=PRIOR["fp8"])
     assert sum(s.us for s in base.stages) == base.total_us and 0.5 < base.share < 1

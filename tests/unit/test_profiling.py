@@ -14,6 +14,7 @@ from engine.graph.build import build
 from engine.graph.ir import make_op
 from engine.graph.lower import Launch
 from engine.graph.passes import run_passes
+from engine.model import GPUS
 from engine.profile import main
 from engine.profiling import marks, plots, report, subtract
 from engine.profiling.session import Wanted, parse_phases
@@ -202,7 +203,7 @@ def test_roof_and_share():
     assert report.StageRow("x", 1, (-1.0,), report.Roof(1, 0.0, 1.0)).share is None
     roofs = report.stage_roofs(
         MODEL, 1, phase="prefill", rows=512, context=0, fp8=False, shard_of=None,
-        copy_bandwidth=4.29e12, peak_flops=989e12,
+        gpu=GPUS["h200"],
     )  # fmt: skip
     flops = LAYERS * 2 * 512 * 2 * 18944 * 3584
     assert roofs["gate_up"].flops == flops
