@@ -4,11 +4,9 @@ shipped forms of the collectives for sm_90 and prints {name: report} as JSON."""
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict
 
 from engine.kernels import all_reduce, argmax, flag_all_reduce, two_shot
-from tests.kernels.compile_sm90 import Report, compile_sm90
+from tests.kernels.compile_sm90 import Report, compile_sm90, exchange_facts
 
 SCALARS = {
     name: "i32"
@@ -116,14 +114,7 @@ def forms():
 def main() -> None:
     found = {}
     for name, fn, constexprs, warps in forms():
-        report = check(fn, constexprs, warps)
-        row = asdict(report)
-        row["world"] = constexprs.get("WORLD", 1)
-        row["polls"] = len(re.findall(r"ld\.relaxed\.sys\.global\.v[24]\.u32", report.ptx))
-        row["pushes"] = len(re.findall(r"st\.relaxed\.sys\.global\.v[24]\.u32", report.ptx))
-        row["waits"] = len(re.findall(r"griddepcontrol\.wait", report.ptx))
-        del row["ptx"], row["sass"]
-        found[name] = row
+        found[name] = exchange_facts(check(fn, constexprs, warps), constexprs.get("WORLD", 1))
     print(json.dumps(found))
 
 

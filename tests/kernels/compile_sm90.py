@@ -172,6 +172,18 @@ def compile_sm90(
     )
 
 
+def exchange_facts(report: Report, world: int) -> dict[str, Any]:
+    """The report without its texts, and how often the kernel polls, pushes and waits for the one before it."""
+    facts = asdict(report)
+    ptx = facts.pop("ptx")
+    del facts["sass"]
+    facts["world"] = world
+    facts["polls"] = len(re.findall(r"ld\.relaxed\.sys\.global\.v[24]\.u32", ptx))
+    facts["pushes"] = len(re.findall(r"st\.relaxed\.sys\.global\.v[24]\.u32", ptx))
+    facts["waits"] = len(re.findall(r"griddepcontrol\.wait", ptx))
+    return facts
+
+
 def run_compile_checks(module: str, timeout_s: float = 280.0) -> dict[str, Any]:
     """Run `python -m module` without TRITON_INTERPRET and return the JSON object it prints last.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 
 from engine.kernels import sample, sample_kernel
-from tests.kernels.compile_sm90 import compile_sm90
+from tests.kernels.compile_sm90 import compile_sm90, exchange_facts
 
 FLOATS = ("logits", "scores", "controls", "bias", "temperature", "values")
 INTS = ("counts", "row_slots", "request", "peaks", "seeds", "positions", "ids", "tokens", "ring", "step")  # fmt: skip
@@ -40,14 +39,8 @@ def main() -> None:
             fn, types, constexprs, aligned=aligned, num_warps=warps, num_stages=1, keep_text=True,
             launch_pdl=True,
         )  # fmt: skip
-        row = asdict(report)
-        row["world"] = constexprs.get("WORLD", 1)
-        row["pushes"] = len(re.findall(r"st\.relaxed\.sys\.global\.v2\.u32", report.ptx))
-        row["polls"] = len(re.findall(r"ld\.relaxed\.sys\.global\.v2\.u32", report.ptx))
-        row["atomics"] = sorted(set(re.findall(r"atom[.\w:]*|red[.\w:]+", report.ptx)))
-        row["waits"] = len(re.findall(r"griddepcontrol\.wait", report.ptx))
-        del row["ptx"], row["sass"]
-        found[name] = row
+        found[name] = exchange_facts(report, constexprs.get("WORLD", 1))
+        found[name]["atomics"] = sorted(set(re.findall(r"atom[.\w:]*|red[.\w:]+", report.ptx)))
     print(json.dumps(found))
 
 
