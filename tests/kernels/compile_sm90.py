@@ -172,14 +172,16 @@ def compile_sm90(
     )
 
 
-def exchange_facts(report: Report, world: int) -> dict[str, Any]:
-    """The report without its texts, and how often the kernel polls, pushes and waits for the one before it."""
+def exchange_facts(report: Report, world: int, vector: str = "[24]") -> dict[str, Any]:
+    """The report without its texts, and how often the kernel polls, pushes and waits for the one before it.
+
+    vector: 32-bit words of the polls and pushes that count, as a pattern."""
     facts = asdict(report)
     ptx = facts.pop("ptx")
     del facts["sass"]
     facts["world"] = world
-    facts["polls"] = len(re.findall(r"ld\.relaxed\.sys\.global\.v[24]\.u32", ptx))
-    facts["pushes"] = len(re.findall(r"st\.relaxed\.sys\.global\.v[24]\.u32", ptx))
+    facts["polls"] = len(re.findall(rf"ld\.relaxed\.sys\.global\.v{vector}\.u32", ptx))
+    facts["pushes"] = len(re.findall(rf"st\.relaxed\.sys\.global\.v{vector}\.u32", ptx))
     facts["waits"] = len(re.findall(r"griddepcontrol\.wait", ptx))
     return facts
 

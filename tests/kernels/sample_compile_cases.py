@@ -39,7 +39,7 @@ def main() -> None:
             fn, types, constexprs, aligned=aligned, num_warps=warps, num_stages=1, keep_text=True,
             launch_pdl=True,
         )  # fmt: skip
-        found[name] = exchange_facts(report, constexprs.get("WORLD", 1))
+        found[name] = exchange_facts(report, constexprs.get("WORLD", 1), "2")
         found[name]["atomics"] = sorted(set(re.findall(r"atom[.\w:]*|red[.\w:]+", report.ptx)))
     print(json.dumps(found))
 
