@@ -149,16 +149,16 @@ class Channel:
         self.rewind()
         self.synchronize()
 
-    def warm(self, source: torch.Tensor) -> None:
+    def warm(self, source: torch.Tensor, *, pdl: bool = False) -> None:
         """Load every kernel of both ends, before anything may wait: loading a module waits for its
-        device. `source` as for the puts to come. Leaves the channel armed."""
+        device. `source` and `pdl` as for the calls to come. Leaves the channel armed."""
         slot = self.box.slot(0)
         with on_device(self.producer):
-            put_signal.put(source, slot, self.status, self.route)
+            put_signal.put(source, slot, self.status, self.route, pdl=pdl)
         self.synchronize()
         with on_device(self.consumer):
-            put_signal.poll(slot, self.status, self.route)
-            put_signal.consume(slot, self.status, self.route)
+            put_signal.poll(slot, self.status, self.route, pdl=pdl)
+            put_signal.consume(slot, self.status, self.route, pdl=pdl)
         self.arm()
 
     def check(self) -> None:
