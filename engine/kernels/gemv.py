@@ -39,6 +39,7 @@ from engine.kernels.gemv_config import (
     rows_block_n,
     simple_config,
 )
+from engine.kernels.gemv_poll import Poll, poll_arguments
 from engine.kernels.gemv_ring import gemv_ring_kernel
 from engine.kernels.gemv_simple import gemv_kernel
 from engine.kernels.rope_append import rotate_pairs
@@ -46,7 +47,7 @@ from engine.kernels.silu import silu_mul_ref
 
 # No row count: a config that changed with it would change the order of the sums, and so the bits.
 KEY_FIELDS = ("n", "k", "weight_dtype")
-SOURCES = ("gemv_simple.py", "gemv_epilogue.py", "gemv_ring.py")
+SOURCES = ("gemv_simple.py", "gemv_epilogue.py", "gemv_ring.py", "gemv_poll.py")
 
 __all__ = [
     "KEY_FIELDS",
@@ -131,6 +132,7 @@ def plan_gemv(
     bias: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    poll: Poll | None = None,
     config: GemvConfig | None = None,
     pdl: bool = False,
 ) -> tuple[Any, tuple[int], dict[str, Any]]:
@@ -143,7 +145,7 @@ def plan_gemv(
         config = simple_config(
             n, k, w.dtype
         )  # Gluon has no interpreter: the plain kernel is the twin
-    arguments = _epilogue_arguments(x, n, epilogue)
+    arguments = {**_epilogue_arguments(x, n, epilogue), **poll_arguments(poll, x)}
     arguments.update(
         x_ptr=x, w_ptr=w, scale_ptr=scale, bias_ptr=bias, norm_ptr=norm_weight, eps=eps, N=n, K=k, R=rows,
         PDL=pdl, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
@@ -152,7 +154,7 @@ def plan_gemv(
     if config.kernel == "simple":
         block_n = rows_block_n(config, rows)
         return gemv_kernel, (triton.cdiv(n, block_n),), {**arguments, "BLOCK_N": block_n}
-    shape = ring_shape(config, n, k, rows, x.dtype, w.dtype)
+    shape = ring_shape(config, n, k, rows, x.dtype, w.dtype, polls=poll is not None)
     arguments.update(
         k_tiles=triton.cdiv(k, config.block_k), STAGES=shape.stages, WARPS_K=config.warps_k,
         ROWS_PER_PROGRAM=shape.rows_per_program, STAGE_X=shape.stage_x,
@@ -169,6 +171,7 @@ def gemv(
     bias: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    poll: Poll | None = None,
     config: GemvConfig | None = None,
     pdl: bool = False,
 ) -> None:
@@ -177,7 +180,8 @@ def gemv(
     x [R, K] 16-bit, R 1..8; w [N, K] bf16, fp16 or float8_e4m3fn; scale [N] fp32; bias [N] and norm_weight [K]
     16-bit or fp32. norm_weight None: no RMSNorm, eps unused. Everything contiguous. Outputs live in `epilogue`.
     pdl: launched with the programmatic-stream-serialisation attribute. In the interpreter every config runs
-    the plain kernel. Raises EngineError for shapes that do not fit together or a config that does not fit them.
+    the plain kernel. poll: x is the residual, and what is multiplied is h = x + an all-reduce, which the kernel
+    waits for (gemv_poll.py). Raises EngineError for shapes that do not fit together or a config that does not fit them.
     """
     kernel, grid, arguments = plan_gemv(
         x,
@@ -187,6 +191,7 @@ def gemv(
         bias=bias,
         norm_weight=norm_weight,
         eps=eps,
+        poll=poll,
         config=config,
         pdl=pdl,
     )

@@ -50,9 +50,17 @@ class RingShape:
 
 
 def ring_shape(
-    config: GemvConfig, n: int, k: int, rows: int, x_dtype: torch.dtype, w_dtype: torch.dtype
+    config: GemvConfig,
+    n: int,
+    k: int,
+    rows: int,
+    x_dtype: torch.dtype,
+    w_dtype: torch.dtype,
+    polls: bool = False,
 ) -> RingShape:
     """Partition of N over the programs, and whether x fits in shared memory beside the ring.
+
+    polls: x is staged whatever the ring loses by it, as it comes from messages (gemv_poll.py).
 
     Raises EngineError when the config does not fit the shape, the tensor-core tiles or shared memory.
     """
@@ -90,6 +98,11 @@ def ring_shape(
     # changes the order of a sum.
     shallow = min(stages, (budget - scratch - staged) // tile)
     stage_x = shallow == stages or (shallow >= 3 and shallow * tile * per_sm >= MIN_RING_BYTES)
+    if polls and shallow < 2:
+        raise EngineError(
+            f"ring GEMV: {rows} rows of {k} activations do not fit beside 2 stages of {tile} bytes"
+        )
+    stage_x = stage_x or polls
     stages = shallow if stage_x else stages
     shared = stages * tile + scratch + (staged if stage_x else 0)
     programs = triton.cdiv(n, rows_per_program)

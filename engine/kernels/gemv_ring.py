@@ -34,6 +34,7 @@ from engine.kernels.gemv_epilogue import (
     store_rope,
     store_silu,
 )
+from engine.kernels.gemv_poll import POLL_SCALARS, poll_chunks
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 
@@ -144,7 +145,7 @@ def split_pairs(y):
     return gl.split(gl.permute(gl.reshape(y, [BLOCK_N // 2, 2, RP]), [0, 2, 1]))
 
 
-@gluon.jit(do_not_specialize=["k_tiles", "push_offset"])
+@gluon.jit(do_not_specialize=["k_tiles", "push_offset", *POLL_SCALARS])
 def gemv_ring_kernel(
     x_ptr,
     w_ptr,
@@ -160,6 +161,7 @@ def gemv_ring_kernel(
     row_slots_ptr,
     table_ptr,
     push_offset,
+    hidden_ptr, messages, rearm, status, limit_us, poll_rank, poll_site, poll_slot,  # see gemv_poll.py
     eps,
     k_tiles,  # cdiv(K, BLOCK_K), at run time so that the loop over K is not unrolled
     N: gl.constexpr,
@@ -177,8 +179,9 @@ def gemv_ring_kernel(
     HEAD_DIM: gl.constexpr,
     MAX_LEN: gl.constexpr,
     WORLD: gl.constexpr,
+    POLL: gl.constexpr,
     PDL: gl.constexpr,
-):
+):  # fmt: skip
     """One program: ROWS_PER_PROGRAM output rows, all of K, all R activation rows."""
     if PDL:
         gdc_launch_dependents()
@@ -277,7 +280,10 @@ def gemv_ring_kernel(
 
     # Keep what the first pass loads for the second one while it is at most 32 registers.
     kept = ()
-    if STAGE_X and RP * CHUNKS * X_CHUNK <= WARPS * 32 * 64:
+    if POLL:
+        poll = (hidden_ptr, messages, rearm, status, limit_us, poll_rank, poll_site, poll_slot)
+        kept = poll_chunks(x_ptr, poll, R, K, RP, X_CHUNK, POLL, X_LOAD)
+    elif STAGE_X and RP * CHUNKS * X_CHUNK <= WARPS * 32 * 64:
         for c in gl.static_range(CHUNKS):
             kept = kept + (load_x(x_ptr, xr, c * X_CHUNK + xk, R, K),)
     factor = None

@@ -14,6 +14,7 @@ from engine.kernels.gemv_epilogue import (
     store_rope,
     store_silu,
 )
+from engine.kernels.gemv_poll import POLL_SCALARS, poll_tile
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 
@@ -32,7 +33,7 @@ def add_squares(total, x_ptr, k, K: tl.constexpr):
     return tl.fma(x, x, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=POLL_SCALARS)
 def gemv_kernel(
     x_ptr,
     w_ptr,
@@ -48,6 +49,7 @@ def gemv_kernel(
     row_slots_ptr,
     table_ptr,
     push_offset,
+    hidden_ptr, messages, rearm, status, limit_us, poll_rank, poll_site, poll_slot,  # see gemv_poll.py
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -60,8 +62,9 @@ def gemv_kernel(
     HEAD_DIM: tl.constexpr,
     MAX_LEN: tl.constexpr,
     WORLD: tl.constexpr,
+    POLL: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: BLOCK_N output rows of W, all of K, all R activation rows."""
     if PDL:
         gdc_launch_dependents()
@@ -110,14 +113,29 @@ def gemv_kernel(
         new_sums = ()
         new_squares = ()
         for r in tl.static_range(R):
-            if EVEN_K:
+            if POLL:
+                poll = (
+                    hidden_ptr,
+                    messages,
+                    rearm,
+                    status,
+                    limit_us,
+                    poll_rank,
+                    poll_site,
+                    poll_slot,
+                )
+                h = poll_tile(x_ptr, poll, r, start, R, K, BLOCK_K, POLL).to(tl.float32)
+                x = h[None, :]
+            elif EVEN_K:
                 x = tl.load(x_ptrs + r * K + start).to(tl.float32)
             else:
                 mask = (start + k < K)[None, :]
                 x = tl.load(x_ptrs + r * K + start, mask=mask, other=0.0).to(tl.float32)
             new_sums = new_sums + (tl.fma(weight, x, sums[r]),)
             square = squares[r]
-            if norm_ptr is not None and R <= 4:
+            if norm_ptr is not None and POLL:
+                square = tl.fma(h, h, square)
+            elif norm_ptr is not None and R <= 4:
                 square = add_squares(square, x_ptr + r * K, start + k, K)
             new_squares = new_squares + (square,)
         sums = new_sums
@@ -129,7 +147,7 @@ def gemv_kernel(
         if norm_ptr is not None:
             square = squares[r]
             if (
-                R > 4
+                R > 4 and not POLL
             ):  # no registers for these beside eight rows' sums: a second pass, the same order
                 for start in range(0, K, BLOCK_K):
                     square = add_squares(square, x_ptr + r * K, start + k, K)

@@ -11,8 +11,10 @@ import sys
 
 import torch
 
+from engine.kernels.all_reduce import all_reduce_ref
 from engine.kernels.epilogue import Push, Residual, RopeAppend, SiluMul, Store
 from engine.kernels.gemv import GemvConfig, gemv_ref, plan_gemv
+from engine.kernels.gemv_poll import Poll
 from tests.kernels import ptx_emulator
 from tests.kernels.compile_sm90 import compile_launch, describe_launch
 
@@ -135,6 +137,26 @@ def push(rows, n, k, weight, config, rank=1, world=2) -> float:
     return worst
 
 
+def polled(rows, n, k, weight, config, world=2) -> bool:
+    """A poll in the prologue: the bits of h and of y are those of the sum and the same GEMV on it; another slot
+    is re-armed whole, and nothing else."""
+    o = Operands(rows, n, k, weight, norm=True)
+    partials = [torch.randn(rows, k).to(o.dtype) for _ in range(world)]
+    size = world * rows * k
+    buffer = torch.full((3 * size,), 0x1234, dtype=torch.int16)
+    buffer[size : 2 * size] = torch.stack(partials).view(torch.int16).flatten()
+    before = buffer.clone()
+    before[2 * size :] = -32768
+    hidden, y, want = poison(rows, k, dtype=o.dtype), *(poison(rows, n // 2) for _ in range(2))
+    status = torch.zeros(8, dtype=torch.int32)
+    poll = Poll(buffer, size * 2, size * 4, hidden, status, world - 1, world, 5)
+    emulate(o.x, o.w, SiluMul(y), config, (buffer, status), poll=poll, **o.extras)
+    h = all_reduce_ref(partials, o.x)
+    emulate(h, o.w, SiluMul(want), config, **o.extras)
+    same = [(hidden, h), (y, want), (buffer, before)]
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in same)
+
+
 def large_activations(config) -> float:
     """bf16 x beyond fp16's range and far below it, FP8 weights: relative to the row's largest output."""
     o = Operands(3, 32, 512, FP8)
@@ -191,6 +213,10 @@ BITS = {
     ),
     "fp8 scaled": lambda: same_bits(8, 16, 1040, FP8, ring(16, 1024, 3, 8, 8, 1)),
     "bf16 norm": lambda: same_bits(8, 16, 1032, BF16, ring(16, 512, 3, 4, 4, 1), norm=True),
+    "poll fp8": lambda: polled(1, 24, 1536, FP8, ring(16, 512, 3, 4, 4, 3)),
+    "poll bf16 2 rows": lambda: polled(2, 12, 2056, BF16, ring(16, 512, 3, 8, 8, 1)),
+    "poll fp16 3 rows of 4": lambda: polled(3, 12, 520, FP16, ring(16, 256, 3, 4, 4, 2), world=4),
+    "poll scattered groups": lambda: polled(1, 16, 4200, BF16, ring(16, 256, 3, 4, 4, 2), world=3),
     "x staged or not": lambda: same_bits(8, 16, 9232, FP8, ring(16, 1024, 8, 8, 8, 1), norm=True),
 }
 

@@ -38,11 +38,11 @@ class Block:
     """One thread block in flight."""
 
     def __init__(
-        self, program: Program, memory: Memory, shared_bytes: int, values: dict, block: int
-    ):
+        self, program: Program, memory: Memory, shared_bytes: int, values: dict, block: int, blocks: int = 1
+    ):  # fmt: skip
         self.program, self.memory, self.values = program, memory, values
         self.n = program.threads
-        self.block = block
+        self.block, self.blocks = block, blocks
         # Poison: NaN in every float type.
         self.shared = np.full(shared_bytes, 0xFF, np.uint8)
         self.registers: dict[str, np.ndarray] = {}
@@ -59,6 +59,7 @@ class Block:
         special = {
             "%tid.x": np.arange(self.n, dtype=U64),
             "%ctaid.x": np.full(self.n, self.block, U64),
+            "%nctaid.x": np.full(self.n, self.blocks, U64),
             "%laneid": np.arange(self.n, dtype=U64) % U64(32),
             "global_smem": np.zeros(self.n, U64),
         }
@@ -165,6 +166,20 @@ class Block:
             wide = "s64" if kind[0] == "s" else "u64"
             a, b = (self.typed(x, kind).astype(wide[0].replace("s", "i") + "8") for x in args[1:3])
             return a * b + (self.typed(args[3], wide) if name == "mad" else 0)
+        if name == "prmt":  # each byte of the result: one of the eight of the two operands
+            both = (self.read(args[1]) & U64(0xFFFFFFFF)) | (self.read(args[2]) << U64(32))
+            pick = [int(args[3].rstrip("U"), 0) >> 4 * i & 15 for i in range(4)]
+            if max(pick) > 7:
+                raise NotImplementedError("prmt with a replicated sign")
+            return sum((both >> U64(8 * p) & U64(255)) << U64(8 * i) for i, p in enumerate(pick))
+        if kind == "s16x2":  # signed halves of a word
+            low, high = (
+                [(self.read(x).astype(np.uint32) << up).view(np.int32) >> 16 for x in args[1:3]]
+                for up in (np.uint32(16), np.uint32(0))
+            )
+            if name != "min":
+                raise NotImplementedError(".".join(op))
+            return (np.minimum(*low) & 0xFFFF) | (np.minimum(*high) << 16)
         if name in ("bfe",):
             return self.bfe(kind, args)
         if name in ("shl", "shr"):
@@ -189,6 +204,7 @@ class Block:
             "sub": lambda: a - b,
             "mul": lambda: a * b,
             "div": lambda: a / b,
+            "rem": lambda: np.fmod(a, b),
             "min": lambda: np.fmin(a, b) if a.dtype.kind == "f" else np.minimum(a, b),
             "max": lambda: np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b),
             "and": lambda: a & b,
@@ -228,7 +244,10 @@ class Block:
             part = width // len(names)
             total = np.zeros(self.n, U64)
             for i, register in enumerate(names):
-                total |= (self.read(register) & U64((1 << part) - 1)) << U64(i * part)
+                # LLVM fills halves that are masked off again with a register that nothing writes.
+                bits = self.registers.get(register)
+                bits = np.full(self.n, 2**64 - 1, U64) if bits is None else bits
+                total |= (bits & U64((1 << part) - 1)) << U64(i * part)
             self.write(args[0], total.astype(f"u{width // 8}"), active)
         elif op[1] == "pred":
             self.write(args[0], self.read(args[1]).astype(bool), active)
@@ -371,4 +390,4 @@ def launch(
             argument = int(np.float32(argument).view(np.uint32))
         values[name] = U64(int(argument) & 0xFFFFFFFFFFFFFFFF)
     for block in range(grid):
-        Block(program, memory, shared_bytes, values, block).run()
+        Block(program, memory, shared_bytes, values, block, grid).run()

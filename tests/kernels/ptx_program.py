@@ -87,6 +87,19 @@ def _split_operands(text: str) -> list[str]:
     return [*parts, text[start:].strip()] if text.strip() else []
 
 
+def _number_spins(body: str) -> str:
+    """Labels of the spins of engine/kernels/sync*.py, unique in their { } only, made unique in the kernel."""
+    spins = 0
+
+    def number(match: re.Match[str]) -> str:
+        nonlocal spins
+        spins += match.group(0) == "POLL:"
+        colon = ":" if match.group(0).endswith(":") else ""
+        return f"{match.group(1)}_{spins}{colon}"
+
+    return re.sub(r"\b(POLL|DONE)\b:?", number, body)
+
+
 def parse(ptx: str) -> Program:
     """Parse a module with one kernel, as Triton emits it."""
     ptx = re.sub(r"//[^\n]*", "", ptx)
@@ -98,18 +111,19 @@ def parse(ptx: str) -> Program:
     body = head[head.index("{") + 1 : head.rindex("}")]
     body = body.split("$L__func_end")[0]
     body = re.sub(r"^\s*(\.loc\b.*|\.pragma.*|[{}]\s*)$", "", body, flags=re.M)
-    body = re.sub(r"(\$L\w+):", r"\1:;", body)
+    body = re.sub(r"(\$L\w+|\b(?:POLL|DONE)_\d+):", r"\1:;", _number_spins(body))
     for raw in body.split(";"):
-        line = " ".join(raw.split())
+        line = " ".join(raw.split()).lstrip("{} ")  # the scope of inline assembly
         if not line or line.startswith("."):
             continue
         if line.endswith(":"):
             program.labels[line[:-1]] = len(program.code)
             continue
-        guard = re.match(r"@(!?)(%p\d+)\s+", line)
+        guard = re.match(r"@(!?)(%?[pq]\d*)\s+", line)
         if guard:
             line = line[guard.end() :]
         opcode, _, rest = line.partition(" ")
+        opcode = opcode.replace(".relaxed.sys", "")  # blocks run one after the other
         program.code.append(
             Instruction(
                 opcode.split("."),
