@@ -13,11 +13,15 @@ import torch
 
 from engine.errors import DeviceError, EngineError
 from engine.kernels.put_signal import ABORT, ARMED, Route
-from engine.kernels.sync import ABORT_INTERRUPTED
+from engine.kernels.sync import ABORT_INTERRUPTED, INTERPRET
 from engine.runtime.signal_watchdog import Stall, Watchdog, missing_end
 from engine.runtime.stream_ops import StreamWaits
 from engine.runtime.stream_signal import Channel
 from tests.unit.stream_simulator import Ends
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRET.value, reason="simulated streams run the kernels in the interpreter"
+)
 
 NBYTES = 64
 ROUTE = Route(producer=2, consumer=5, channel=9)
