@@ -2,14 +2,16 @@
 bench.all_reduce`.
 
 Needs one CUDA device (virtual ranks only) or two and more. Every spin ends after 2 s, so nothing
-hangs. Sections, in order, each skipped with a line once --time-limit is spent: links        the
-probe's matrix correctness  checked all-reduces under random delays: wrong elements, equality of
-all ranks' bits latency      us a call in a CUDA graph per form and size, against a copy kernel
-(the launch floor) soak         the last tenth of many replays against the first expiry       a
-rank that never pushes: the status, then recovery; the host's interrupt virtual      4 and 8 ranks
-on these devices, in lockstep on one stream a device baselines    NCCL and torch symm_mem in one
-process a device (--baselines) Rows go to $OUT/all_reduce.json (bench/rows.py), a table to the
-terminal. Exit 1 if a check failed.
+hangs. Sections, in order, each skipped with a line once --time-limit is spent:
+  links        the probe's matrix
+  correctness  checked all-reduces under random delays: wrong elements, equality of all ranks' bits
+  latency      us a call in a CUDA graph per form and size, against a copy kernel (the launch floor)
+  expiry       a rank that never pushes: the status, then recovery; the host's interrupt
+  virtual      every algorithm with 2, 4 and 8 ranks on ONE device, in lockstep on its stream, 1 KB to
+               1 MB (--virtual: this section alone)
+  baselines    NCCL and torch symm_mem in one process a device (--baselines)
+Rows go to $OUT/all_reduce.json (bench/rows.py), a table to the terminal. Exit 1 if a check failed.
+The long run is bench/all_reduce_soak.py.
 """
 
 from __future__ import annotations
@@ -66,23 +68,6 @@ class Bench:
         )
 
 
-def capture(group: Group, body: Callable[[torch.device], None]) -> Callable[[], None]:
-    """One CUDA graph a device, made one after another; the result launches all of them."""
-    graphs = []
-    for device, stream in group.streams.items():
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
-            body(device)
-        graphs.append((device, stream, graph))
-
-    def replay() -> None:
-        for device, stream, graph in graphs:
-            with torch.cuda.device(device), torch.cuda.stream(stream):
-                graph.replay()
-
-    return replay
-
-
 def calls_of(group: Group, device: torch.device, calls: int) -> None:
     """Enqueue `calls` all-reduces of the ranks of one device."""
     for call in range(calls):
@@ -110,8 +95,11 @@ def timed(group: Group, replay: Callable[[], None], calls: int, repeats: int = 9
     return times
 
 
-def correctness(bench: Bench, form: str, world: int, nbytes: int, calls: int, pdl: bool) -> None:
-    group = Group(form, world, bench.devices, nbytes, pdl=pdl)
+def correctness(
+    bench: Bench, form: str, world: int, nbytes: int, calls: int, pdl: bool,
+    devices: list[torch.device] | None = None,
+) -> None:  # fmt: skip
+    group = Group(form, world, devices or bench.devices, nbytes, pdl=pdl)
     group.preload()
 
     def body(device: torch.device) -> None:
@@ -119,7 +107,7 @@ def correctness(bench: Bench, form: str, world: int, nbytes: int, calls: int, pd
             group.checked_call(call, device)
         group.advance(device)
 
-    replay = capture(group, body)
+    replay = group.capture(body)
     group.reset()
     replays = -(-calls // CALLS)
     start = time.monotonic()
@@ -154,7 +142,7 @@ def floor_us(bench: Bench, group: Group, calls: int, pdl: bool) -> float:
     for device in group.streams:
         body(device)
     group.synchronize()
-    return statistics.median(timed(group, capture(group, body), calls))
+    return statistics.median(timed(group, group.capture(body), calls))
 
 
 def latency(bench: Bench, form: str, world: int, nbytes: int, pdl: bool) -> float:
@@ -164,7 +152,7 @@ def latency(bench: Bench, form: str, world: int, nbytes: int, pdl: bool) -> floa
     config = base if not form.startswith("flag") else AllReduceConfig("flag")
     group = Group(form, world, bench.devices, nbytes, pdl=pdl, config=config)
     group.preload()
-    replay = capture(group, lambda device: calls_of(group, device, calls))
+    replay = group.capture(lambda device: calls_of(group, device, calls))
     group.reset()
     times = timed(group, replay, calls)
     status = group.status.tolist()
@@ -203,21 +191,6 @@ def latency_table(bench: Bench, world: int, forms: list[str], sizes: list[int]) 
         bench.say(f"{nbytes:9d}" + "".join(cells))
 
 
-def soak(bench: Bench, world: int, replays: int = 600) -> None:
-    """The field report's failure: throughput that decays. Last tenth over the first."""
-    group = Group("lamport", world, bench.devices, 1 << 14, pdl=True)
-    group.preload()
-    replay = capture(group, lambda device: calls_of(group, device, CALLS))
-    group.reset()
-    timed(group, replay, CALLS, 5)
-    times = timed(group, replay, CALLS, replays)
-    tenth = replays // 10
-    ratio = statistics.median(times[-tenth:]) / statistics.median(times[:tenth])
-    text = f"soak: {replays * CALLS} calls, last tenth / first tenth = {ratio:.4f}"
-    bench.check(abs(ratio - 1) <= 0.02 and not group.status[0], text)
-    bench.add("soak_last_over_first", ratio, "ratio", group, "lamport_pdl")
-
-
 def expiry(bench: Bench, world: int) -> None:
     """The last rank never pushes call 5."""
     group = Group("lamport", world, bench.devices, 1 << 14)
@@ -228,10 +201,10 @@ def expiry(bench: Bench, world: int) -> None:
     start = time.monotonic()
     for m in group.members[:-1]:
         with group.on(m.device):
-            group.launch(m, 5, "push", None)
+            group.launch(m, 5, "push", residual=False)
     for m in group.members:
         with group.on(m.device):
-            group.launch(m, 5, "poll", None)
+            group.launch(m, 5, "poll", residual=False)
     group.synchronize()
     first = time.monotonic() - start
     status = group.status.tolist()
@@ -242,7 +215,7 @@ def expiry(bench: Bench, world: int) -> None:
     for call in range(6, 6 + 32):  # a queue of calls behind the abort
         for m in group.members:
             with group.on(m.device):
-                group.launch(m, call, "poll", None)
+                group.launch(m, call, "poll", residual=False)
     group.synchronize()
     rest = time.monotonic() - start
     bench.check(rest < 0.5, f"expiry: 32 calls queued behind it ended in {rest * 1e3:.1f} ms")
@@ -255,7 +228,7 @@ def expiry(bench: Bench, world: int) -> None:
     # Interrupt (Ctrl-C): the host sets the abort word while a rank spins.
     group.limit_us = 20_000_000
     with group.on(group.members[0].device):
-        group.launch(group.members[0], 0, "poll", None)
+        group.launch(group.members[0], 0, "poll", residual=False)
     time.sleep(0.2)
     start = time.monotonic()
     group.status[0] = 2
@@ -264,6 +237,16 @@ def expiry(bench: Bench, world: int) -> None:
     bench.check(
         stop < 1, f"interrupt: a spin of 20 s ended {stop * 1e3:.1f} ms after the host's word"
     )
+
+
+def virtual(bench: Bench, forms: list[str], calls: int) -> None:
+    """Every algorithm with more ranks than devices, as the engine launches them (no PDL)."""
+    for nbytes in (1 << 14, 1 << 10, 1 << 18, 1 << 20):
+        for ranks in (2, 4, 8):
+            for form in forms:
+                if not bench.late(f"{form} x{ranks} virtual, {nbytes} B"):
+                    few = max(CALLS, calls // (1 if nbytes <= 1 << 14 else 8))
+                    correctness(bench, form, ranks, nbytes, few, False, bench.devices[:1])
 
 
 def baselines(bench: Bench, seconds: float) -> None:
@@ -302,13 +285,14 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=100_000, help="checked all-reduces")
     parser.add_argument("--baselines", action="store_true", help="also NCCL and torch symm_mem")
     parser.add_argument(
-        "--sections", default="correctness,latency,soak,expiry,virtual", help="comma-separated"
+        "--sections", default="correctness,latency,expiry,virtual", help="comma-separated"
     )
+    parser.add_argument("--virtual", action="store_true", help="the section virtual alone")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench.all_reduce needs a CUDA device; here is none")
         return 1
-    sections = options.sections.split(",")
+    sections = ["virtual"] if options.virtual else options.sections.split(",")
     bench = Bench(options.time_limit)
     matrix = probe_links()
     bench.say(describe(matrix))
@@ -333,15 +317,10 @@ def main() -> int:
         bench.say(f"launch floor (copy of 16 KB): {floors[0]:.2f} us, PDL {floors[1]:.2f} us")
         bench.add("all_reduce_us", floors[0], "us", group, "copy_kernel")
         latency_table(bench, world, forms, SIZES)
-    for name, run in (("soak", soak), ("expiry", expiry)):
-        if name in sections and not bench.late(name):
-            run(bench, world)
+    if "expiry" in sections and not bench.late("expiry"):
+        expiry(bench, world)
     if "virtual" in sections:
-        for ranks in (4, 8):
-            if ranks > len(bench.devices) and not bench.late(f"{ranks} virtual ranks"):
-                for form in single:
-                    correctness(bench, form, ranks, 1 << 14, options.calls // 40, True)
-                latency_table(bench, ranks, single, [1 << 14, 1 << 18])
+        virtual(bench, single, options.calls // 40)
     if options.baselines and len(bench.devices) > 1:
         baselines(bench, max(60.0, bench.deadline - time.monotonic()))
     print("\n".join(["", *bench.table, "", f"rows: {bench.rows.path}"]))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
+from bench import all_reduce_soak
 from bench.all_reduce_group import FORMS, Group
+from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
 
 
@@ -28,12 +32,61 @@ def test_checked_calls(form, device):
         group.advance()
     verdict = group.verdict()
     assert verdict["wrong"] == 0 and verdict["ranks_equal"] and verdict["status"][0] == 0
-    group.members[0].expected[3, 5] ^= 1
-    group.members[1].x_pool[6, 7] += 1
+    (local,) = group.locals.values()
+    local.expected[3, 5] ^= 1
+    local.x_pool[1, 6, 7] += 1
     for call in range(8):  # every row of the pool from 2 to 9
         group.checked_call(call)
-    # One element of rank 0's row 3; one of every rank in row 6.
-    assert group.verdict()["wrong"] == 3
+    # One element of row 3 and one of row 6, of both ranks.
+    assert group.verdict()["wrong"] == 4
     assert group.verdict()["ranks_equal"]
-    group.members[0].found[1] += 1
+    local.found[0, 1] += 1
     assert not group.verdict()["ranks_equal"]
+
+
+def soaked(form, device, world=2, total=40, seconds=120.0, spoil=None):
+    """Ten tenths of one round of 2 graphs of 2 calls."""
+    where = [torch.device(device, 0) if device == "cuda" else torch.device(device)]
+    group = Group(
+        form, world, where, 512, config=AllReduceConfig(block=32, num_warps=1), programs=2
+    )
+    if spoil:
+        spoil(group)
+    return group, all_reduce_soak.soak(group, total, seconds, calls=2, graphs=2)
+
+
+@pytest.mark.parametrize(
+    "form,world", [("lamport_own_slot", 2), ("two_shot_split", 2), ("flag_split", 2)]
+)
+def test_soak_of_random_sizes(form, world, device):
+    group, outcome = soaked(form, device, world)
+    assert outcome.calls == 40 and len(outcome.tenths_us) == 10 and outcome.sound
+    rows = Rows("all_reduce_soak", write=False)
+    line = all_reduce_soak.report(rows, group, world, outcome)
+    (row,) = rows.rows
+    assert row["value"] == 40 and row["mismatches"] == 0 and row["algorithm"] == form
+    assert row["last_over_first"] == outcome.tenths_us[9] / outcome.tenths_us[0]
+    assert f"{world} ranks a device" in line and "40 calls, 0 wrong" in line
+
+
+def test_soak_finds_a_wrong_element_and_stops_in_time(device):
+    def spoil(group):
+        (local,) = group.locals.values()
+        local.expected[:, 0] ^= 1
+
+    _, outcome = soaked("lamport_own_slot", device, spoil=spoil)
+    assert (
+        outcome.wrong == 2 * (40 + 4) and not outcome.sound
+    )  # both ranks, and the replays of the warm-up
+    _, outcome = soaked("lamport_own_slot", device, seconds=0.0)
+    assert outcome.calls == 0 and outcome.last_over_first is None and not outcome.steady
+
+
+def test_soak_sizes_and_decay():
+    rng = random.Random(0)
+    sizes = [all_reduce_soak.random_size(rng, 1 << 16) for _ in range(2000)]
+    assert min(sizes) == 8 and max(sizes) > 30_000 and all(size % 8 == 0 for size in sizes)
+    assert sum(size * 2 % 512 != 0 for size in sizes) > 1000, "most end in a part of a block"
+    steady = all_reduce_soak.Outcome(1, 0, True, [0] * 8, [5.0] * 9 + [5.09])
+    decayed = all_reduce_soak.Outcome(1, 0, True, [0] * 8, [5.0] * 9 + [5.11])
+    assert steady.steady and not decayed.steady
