@@ -30,10 +30,10 @@ from torch.nn.attention import SDPBackend
 from bench.attention_timing import DecodePoint, Pool, PrefillPoint
 from bench.attention_workers import Shape, Variant, check_all
 from bench.rows import Rows
-from bench.timing import copy_bandwidth
 from engine.config import preset
 from engine.kernels import decode_attention as decode
 from engine.kernels import prefill_attention as prefill
+from engine.runtime.bandwidth import copy_bandwidth
 from engine.tune import attention_space, cache_file, choose
 
 PEAK = 989e12  # dense BF16 FLOP/s, datasheet
@@ -85,7 +85,7 @@ class Run:
         self.out = Path(os.environ.get("OUT", "out"))
         self.cache = self.out / "autotune_cache" / choose.gpu_slug(properties.name)
         self.rows, self.table = Rows("attention"), []
-        self.bandwidth = copy_bandwidth()
+        self.bandwidth = copy_bandwidth(torch.device("cuda", 0))
         print(f"copy bandwidth {self.bandwidth / 1e12:.2f} TB/s")
         self.shapes = []
         for item in args.models.split(","):

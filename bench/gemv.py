@@ -25,10 +25,11 @@ import triton.language as tl
 
 from bench.gemv_workers import Problem, Weight, check_all, short, weights
 from bench.rows import Rows
-from bench.timing import copy_bandwidth, graph_us
+from bench.timing import graph_us
 from engine.kernels.gemv import GemvConfig, heuristic
 from engine.kernels.gemv_config import deepest_ring
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
+from engine.runtime.bandwidth import copy_bandwidth
 from engine.tune import cache_file, choose
 
 DEVICE = "cuda"
@@ -212,7 +213,7 @@ def main() -> None:
     right: dict[Weight, list[GemvConfig]] = {w: [] for w in work}
     for i in sorted(good):
         right[Weight(**tasks[i]["weight"])].append(GemvConfig(**tasks[i]["config"]))
-    copy = copy_bandwidth()
+    copy = copy_bandwidth(torch.device("cuda", 0))
     spent = time.perf_counter() - begin
     print(f"{len(good)} of {len(tasks)} variants right, {spent:.0f} s; copy {copy / 1e12:.2f} TB/s")
     print("model/tp layer N x K dtype | simple: alone us, TB/s, share of copy, pair us, config | ring: same",

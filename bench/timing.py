@@ -30,10 +30,3 @@ def graph_us(body: Callable[[], object], calls: int, stop_us: float = float("inf
         if times[0] > stop_us or (sum(times) * calls > ENOUGH_US and len(times) >= 3):
             break
     return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes/s of a device-to-device copy, read + write."""
-    a = torch.empty(1 << 29, dtype=torch.int16, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.nbytes / graph_us(lambda: [b.copy_(a) for _ in range(4)], 4) * 1e6

@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--prefill-activations", choices=("16bit", "fp8"), default="16bit")
     parser.add_argument("--png", help="plot (needs matplotlib)")
     args = parser.parse_args()
-    rows, rate = Rows("ttft" if args.prefill_activations == "16bit" else "ttft_fp8"), matrix_rate()
+    rows, rate = Rows("ttft"), matrix_rate()
     print(f"matrix rate {rate / 1e12:.0f} TFLOP/s (cuBLAS BF16, {SQUARE}^3)")
     curves = {}
     for text in args.deployments:

@@ -42,7 +42,7 @@ def space(op: str, facts: dict[str, Any], sm_count: int) -> list[Any]:
     return []  # attention splits and tiles follow from the heuristic until a space is defined
 
 
-def tune(chain: Chain, budget: float, dry_run: bool = False) -> dict[str, dict[str, dict]]:
+def tune(chain: Chain, budget: float) -> dict[str, dict[str, dict]]:
     """Tune every op of the chain's graph within `budget` seconds. Returns {op: {key: cache entry}}."""
     started = time.monotonic()
     found: dict[str, dict[str, dict]] = {}
@@ -51,8 +51,8 @@ def tune(chain: Chain, budget: float, dry_run: bool = False) -> dict[str, dict[s
     for op, facts in _work(chain):
         key = choose.key_string(op, facts)
         configs = space(op, facts, choose.sm_count())
-        if dry_run or not configs:
-            print(f"  {op} {key}: {len(configs)} candidates", flush=True)
+        if not configs:
+            print(f"  {op} {key}: no candidates, the heuristic serves", flush=True)
             continue
         left = budget - (time.monotonic() - started)
         if left <= 0:
@@ -111,17 +111,30 @@ def save(found: dict[str, dict[str, dict]], gpu: str) -> None:
         print(f"{path}: {len(entries)} entries of {op}", flush=True)
 
 
-def check(deployment: Deployment) -> int:
-    """Print which keys of the deployment's graph have no valid entry; returns how many. Needs no GPU."""
+def _tunable(deployment: Deployment) -> list[tuple[str, dict[str, Any], list[Any]]]:
+    """(op, key facts, candidates) of what the deployment's graph lets tune. Needs no GPU."""
     from engine.tune.keys import graph_keys
 
-    missing = [
-        (op, facts) for op, facts in graph_keys(deployment) if op in TUNED[deployment.phase]
-        and space(op, facts, choose.sm_count()) and not choose.is_cached(op, facts)
-    ]  # fmt: skip
+    keys = [(op, facts) for op, facts in graph_keys(deployment) if op in TUNED[deployment.phase]]
+    found = [(op, facts, space(op, facts, choose.sm_count())) for op, facts in keys]
+    return [(op, facts, configs) for op, facts, configs in found if configs]
+
+
+def check(deployment: Deployment) -> int:
+    """Print which keys of the deployment's graph have no valid entry; returns how many."""
+    keys = _tunable(deployment)
+    missing = [(op, facts) for op, facts, _ in keys if not choose.is_cached(op, facts)]
+    print(f"{deployment}: {len(keys) - len(missing)} of {len(keys)} keys tuned")
     for op, facts in missing:
-        print(f"missing or stale: {op} {choose.key_string(op, facts)}")
+        print(f"  missing or stale: {op} {choose.key_string(op, facts)}")
     return len(missing)
+
+
+def dry_run(deployment: Deployment) -> None:
+    """Print each key of the deployment's graph and how many candidates it has."""
+    print(deployment)
+    for op, facts, configs in _tunable(deployment):
+        print(f"  {op} {choose.key_string(op, facts)}: {len(configs)} candidates")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,18 +188,22 @@ def main(argv: list[str] | None = None) -> int:
                 ]
         if args.check:
             return 1 if sum(check(d) for d in deployments) else 0
+        if args.dry_run:
+            for deployment in deployments:
+                dry_run(deployment)
+            return 0
         import torch
 
         if not torch.cuda.is_available():
             raise EngineError(
-                "autotune times kernels and needs a CUDA device; --check works without"
+                "autotune times kernels and needs a CUDA device; --check and --dry-run work without"
             )
         budget = float(args.budget.removesuffix("s"))
         for deployment in deployments:
             chain = Chain(deployment)
             found: dict[str, dict[str, dict]] = {}
             try:
-                found = tune(chain, budget, args.dry_run)
+                found = tune(chain, budget)
             finally:
                 chain.close()
                 save(found, torch.cuda.get_device_name(0))

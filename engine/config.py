@@ -81,12 +81,11 @@ class EngineConfig:
         flags=("-q", "--model-format"),
         choices=("fp8",),
     )
-    # 16bit until the FP8 x FP8 kernels have been proven and timed on a card.
     prefill_activations: str = _option(
-        "16bit",
-        "what prefill multiplies FP8 weights by, from 128 tokens on: 16bit, or fp8 with one scale a "
-        "token (experimental: not yet run on a card); decode always has 16-bit activations",
-        choices=("16bit", "fp8"),
+        "auto",
+        "what prefill multiplies FP8 weights by, from 128 tokens on: fp8 with one scale a token, or 16bit "
+        "(slower, nearer to BF16); auto: fp8 on GPUs; decode always has 16-bit activations",
+        choices=("auto", "fp8", "16bit"),
     )
     load_format: str = _option(
         "auto",
@@ -178,3 +177,14 @@ class EngineConfig:
         if self.shard_of and self.load_format != "dummy":
             refuse("shard_of", self.shard_of, "works with load_format='dummy' only")
         object.__setattr__(self, "dtype", DTYPES[self.dtype])
+
+    def fp8_prefill(self, weights: str | None, *, cuda: bool = True) -> bool:
+        """Whether long prefills multiply FP8 by FP8; weights: their quantisation, the checkpoint's or --quantization.
+
+        Raises EngineError where it is asked for and the weights are not FP8.
+        """
+        if self.prefill_activations == "fp8" and weights != "fp8":
+            raise EngineError("--prefill-activations fp8 needs FP8 weights; set --quantization fp8")
+        if self.prefill_activations == "auto":
+            return cuda and weights == "fp8"
+        return self.prefill_activations == "fp8"

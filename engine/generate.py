@@ -104,12 +104,8 @@ def _main(args: argparse.Namespace) -> int:
         config, model, _ = resolve(config)
         from engine.graph import dump_graph
 
-        fp8_prefill = config.prefill_activations == "fp8" and config.quantization == "fp8"
-        print(
-            dump_graph(
-                model, config.tensor_parallel_size, config.quantization, fp8_prefill=fp8_prefill
-            )
-        )
+        fp8 = config.fp8_prefill(config.quantization)
+        print(dump_graph(model, config.tensor_parallel_size, config.quantization, fp8_prefill=fp8))
         return 0
     if (
         args.output

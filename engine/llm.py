@@ -43,7 +43,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         dtype: str = "auto",
         quantization: str | None = None,
-        prefill_activations: str = "16bit",
+        prefill_activations: str = "auto",
         load_format: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,

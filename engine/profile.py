@@ -121,7 +121,7 @@ def _predicted(
         p = predict(
             model, config.tensor_parallel_size, phase=phase, quantization=config.quantization,
             rows=wanted.rows if decode else rows, context=context, gpu=gpu_named(gpu),
-            shard_of=config.shard_of, fp8_prefill=config.prefill_activations == "fp8",
+            shard_of=config.shard_of, fp8_prefill=config.fp8_prefill(config.quantization),
         )  # fmt: skip
         profiles.append(from_prediction(p, context))
         source = p.constants.source

@@ -22,13 +22,16 @@ REQUEST_TOKENS = 32  # answer of the request whose counters are taken
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to profile: decode of `rows` sequences at `input_len` tokens, prefill of a prompt of that length."""
+    """What to profile: decode of `rows` sequences at `input_len` tokens, prefill of a prompt of that length.
+
+    prompts: lengths that the executor must serve besides."""
 
     phases: tuple[Phase, ...] = ("decode", "prefill")
     methods: tuple[str, ...] = ("events",)
     rows: int = 1
     input_len: int = 512
     every: int = 8
+    prompts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rows not in (1, 2, 4, 8):
@@ -44,11 +47,12 @@ class Session:
         from engine.runtime.create import create_gpu_executor
 
         self.wanted, self.model, self.engine = wanted, model, engine
-        need = wanted.input_len + max(BATCHES * REPLAYS, REQUEST_TOKENS)
+        longest = max((wanted.input_len, *wanted.prompts))
+        need = longest + max(BATCHES * REPLAYS, REQUEST_TOKENS)
         length = engine.max_model_len or need
         if length < need:
             raise EngineError(
-                f"--max-model-len {length} is too short: --input-len {wanted.input_len} and the "
+                f"--max-model-len {length} is too short: --input-len {longest} and the "
                 f"timed steps take {need}"
             )
         engine = replace(
@@ -58,11 +62,14 @@ class Session:
             max_model_len=length,
             enforce_eager=False,
         )
-        pieces = chunks(wanted.input_len, prefill_buckets(length))
-        self.bucket = pieces[0][2]  # of a prompt over LARGEST: its first chunk
+        buckets = prefill_buckets(length)
+        self.bucket = chunks(wanted.input_len, buckets)[0][2]  # of a prompt over LARGEST: its first
         keys: list[GraphKey] = [("decode", 1, "last"), ("decode", wanted.rows, "last")]
-        keys += [("prefill", piece[2], "none") for piece in pieces[:-1]]
-        keys += [("prefill", pieces[-1][2], "last"), ("prefill", self.bucket, "last")]
+        keys.append(("prefill", self.bucket, "last"))
+        for prompt in (wanted.input_len, *wanted.prompts):
+            *first, last = chunks(prompt, buckets)
+            keys += [("prefill", piece[2], "none") for piece in first]
+            keys.append(("prefill", last[2], "last"))
         self.executor: GpuExecutor = create_gpu_executor(
             engine, model, only=list(dict.fromkeys(keys))
         )
@@ -106,7 +113,7 @@ class Session:
         roofs = report.stage_roofs(
             self.model, self.engine.tensor_parallel_size, phase=phase, rows=rows,
             context=context if decode else 0, fp8=self._fp8(), shard_of=self.engine.shard_of,
-            gpu=self._gpu(), fp8_prefill=self.engine.prefill_activations == "fp8",
+            gpu=self._gpu(), fp8_prefill=self.engine.fp8_prefill("fp8" if self._fp8() else None),
         )  # fmt: skip
         facts: dict[str, Any] = dict(
             phase=phase, rows=rows, context=context, copy_bandwidth=self.copy_bandwidth

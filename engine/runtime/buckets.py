@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 DECODE_ROWS = (1, 2, 4, 8)  # that have a graph
 LARGEST = 2048  # tokens; longer prompts run as chunks of this
+PROMPT_LOGITS_TOKENS = 256  # positions whose whole-vocabulary logits are held at once
 
 
 def prefill_buckets(max_model_len: int) -> tuple[int, ...]:
@@ -21,6 +22,11 @@ def prefill_buckets(max_model_len: int) -> tuple[int, ...]:
         octave *= 2
     kept = [size for size in sizes if size < limit]
     return (*kept, limit)
+
+
+def prompt_logits_bucket(max_model_len: int) -> int:
+    """Token count of the one graph that gives the logits of every position."""
+    return min(PROMPT_LOGITS_TOKENS, -(-max_model_len // 16) * 16)
 
 
 def chunks(length: int, buckets: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -14,7 +14,10 @@ from engine.config import ModelConfig
 from engine.errors import RequestError
 from engine.graph.build import Logits, build
 from engine.graph.interpret import Interpreter, StepInput, StepOutput
+from engine.graph.ir import Phase
 from engine.graph.passes import run_passes
+from engine.graph.passes.quantize_prefill import FP8_MIN_TOKENS
+from engine.runtime.buckets import chunks, prefill_buckets, prompt_logits_bucket
 from engine.runtime.controls import set_controls
 from engine.runtime.executor import check_prompt
 from engine.runtime.phases import Phases
@@ -40,11 +43,15 @@ class CpuExecutor:
         max_model_len: int,
         phases: Phases,
         fused: bool = True,
+        fp8_prefill: bool = False,
     ):
-        """weights: per rank, for the fused graph's specs (or the unfused one's with fused=False)."""
+        """weights: per rank, for the fused graph's specs (or the unfused one's with fused=False).
+
+        fp8_prefill: round activations as FP8 prefill on a GPU does, in prompts that would be FP8 there.
+        """
         self.config, self.tp, self.num_slots = config, tp, num_slots
         self.max_model_len, self._weights, self._fused = max_model_len, weights, fused
-        self._phases = phases
+        self._phases, self._fp8_prefill = phases, fp8_prefill
         # One position more than the context: the last token's KV is written and never read.
         length = max_model_len + 1
         table = rope_table(config, length, "cpu")
@@ -54,7 +61,7 @@ class CpuExecutor:
             )
             for _ in range(tp)
         ]
-        self._programs: dict[tuple[str, int, str], Interpreter] = {}
+        self._programs: dict[tuple[str, int, str, bool], Interpreter] = {}
         self._queue: deque[tuple[int, StepOutput]] = deque()
         self._last: tuple[int, StepOutput] | None = None
         self._steps = 0
@@ -116,7 +123,13 @@ class CpuExecutor:
     ) -> StepOutput:
         prompt = torch.tensor(list(token_ids), dtype=torch.int32)
         request = (slot, start, len(token_ids))
-        return self._program("prefill", 0, logits).run(StepInput(prompt=prompt, request=request))
+        if logits == "all":
+            bucket = prompt_logits_bucket(self.max_model_len)
+        else:
+            bucket = chunks(len(token_ids), prefill_buckets(self.max_model_len))[0][2]
+        fp8 = self._fp8_prefill and bucket >= FP8_MIN_TOKENS
+        program = self._program("prefill", 0, logits, fp8)
+        return program.run(StepInput(prompt=prompt, request=request))
 
     def _push(self, output: StepOutput) -> int:
         self._steps += 1
@@ -127,12 +140,14 @@ class CpuExecutor:
         assert output.logits is not None
         return torch.cat(output.logits, dim=-1)[:, : self.config.vocab_size].float()
 
-    def _program(self, phase: str, rows: int, logits: Logits) -> Interpreter:
-        """Compiled once per (phase, rows, logits). One prefill graph serves every length: see run()."""
-        key = (phase, rows, logits)
+    def _program(self, phase: Phase, rows: int, logits: Logits, fp8: bool = False) -> Interpreter:
+        """Compiled once per argument tuple. One prefill graph serves every length: see run()."""
+        key = (phase, rows, logits, fp8)
         if key not in self._programs:
             size = rows or self.max_model_len
-            graph = build(self.config, phase=phase, rows=size, tp=self.tp, logits=logits)  # type: ignore[arg-type]
+            graph = build(
+                self.config, phase=phase, rows=size, tp=self.tp, logits=logits, fp8_prefill=fp8,
+            )  # fmt: skip
             graph = run_passes(graph) if self._fused else graph
             self._programs[key] = Interpreter(graph, self._weights, self._states)
         return self._programs[key]

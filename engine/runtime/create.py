@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,8 @@ from engine.graph.build import Logits, build
 from engine.graph.ir import Graph
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
-from engine.runtime.buckets import DECODE_ROWS, decode_rows, prefill_buckets
+from engine.runtime.bandwidth import copy_bandwidth
+from engine.runtime.buckets import DECODE_ROWS, decode_rows, prefill_buckets, prompt_logits_bucket
 from engine.runtime.phases import Phases
 from engine.weights import WeightSpec
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 CPU_CONTEXT = 8192  # default context on the CPU, where nobody waits for more
-PROMPT_LOGITS_TOKENS = 256  # positions whose whole-vocabulary logits are held at once
 GRAPH_BYTES = 1 << 30  # allowance for captured graphs, module images and the driver's own context
 
 
@@ -152,10 +151,6 @@ def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecuto
 
     tp = engine.tensor_parallel_size
     config.shard(tp)
-    if engine.prefill_activations == "fp8":
-        raise EngineError(
-            "--prefill-activations fp8 works on CUDA devices; the CPU runs dequantised weights"
-        )
     if engine.all_reduce != "auto":
         raise EngineError(
             f"--all-reduce {engine.all_reduce} works on CUDA devices; on the CPU ranks read each other"
@@ -173,6 +168,7 @@ def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecuto
     executor = CpuExecutor(
         config, tp, weights, dtype=model.dtype, num_slots=engine.max_num_seqs,
         max_model_len=max_model_len, phases=phases,
+        fp8_prefill=engine.fp8_prefill(model.quantization, cuda=False),
     )  # fmt: skip
     log.info("%s", phases.summary())
     return executor
@@ -216,12 +212,12 @@ def create_gpu_executor(
         config.check_context(max_model_len)
         buckets = prefill_buckets(max_model_len)
         log.info("memory per GPU:\n%s", table)
-        bandwidth = _copy_bandwidth(devices[0])
+        bandwidth = copy_bandwidth(devices[0])
     with phases.phase("graph"):
         graphs = compile_graphs(
             config, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
-            prompt_logits_bucket=_prompt_logits_bucket(max_model_len), only=only,
-            fp8_prefill=_fp8_prefill(engine, model), algorithms=algorithms, adapt=model.adapt,
+            prompt_logits_bucket=prompt_logits_bucket(max_model_len), only=only,
+            fp8_prefill=engine.fp8_prefill(model.quantization), algorithms=algorithms, adapt=model.adapt,
         )  # fmt: skip
         tails = compile_tails(
             config, tp, rows=engine.max_num_seqs, shard_of=engine.shard_of, algorithms=algorithms
@@ -267,10 +263,6 @@ def weight_bytes_per_token(
     return weight_bytes(read, 0, dtype, quantization)
 
 
-def _prompt_logits_bucket(max_model_len: int) -> int:
-    return min(PROMPT_LOGITS_TOKENS, max(16, ceil(max_model_len / 16) * 16))
-
-
 def _devices(engine: EngineConfig, tp: int) -> list[torch.device]:
     present = torch.cuda.device_count()
     if tp > present and not engine.virtual_ranks:
@@ -279,14 +271,6 @@ def _devices(engine: EngineConfig, tp: int) -> list[torch.device]:
             "--virtual-ranks to run several ranks on a GPU (correct, not fast)"
         )
     return [torch.device("cuda", rank % present) for rank in range(tp)]
-
-
-def _fp8_prefill(engine: EngineConfig, model: _Model) -> bool:
-    """Whether prefill multiplies FP8 by FP8. Raises EngineError when it is asked to and cannot."""
-    fp8 = model.quantization == "fp8"
-    if engine.prefill_activations == "fp8" and not fp8:
-        raise EngineError("--prefill-activations fp8 needs FP8 weights; set --quantization fp8")
-    return engine.prefill_activations == "fp8"
 
 
 def _fit(
@@ -302,12 +286,12 @@ def _fit(
     ]
     workspace = 0
     wanted: list[tuple[int, Logits]] = [
-        (buckets[-1], "last"), (_prompt_logits_bucket(buckets[-1]), "all")
+        (buckets[-1], "last"), (prompt_logits_bucket(buckets[-1]), "all")
     ]  # fmt: skip
     for rows, logits in wanted:
         unfused = build(
             config, phase="prefill", rows=rows, tp=tp, logits=logits, shard_of=engine.shard_of,
-            fp8_prefill=_fp8_prefill(engine, model),
+            fp8_prefill=engine.fp8_prefill(model.quantization),
         )  # fmt: skip
         workspace = max(workspace, plan(run_passes(unfused), dtype.itemsize).arena_bytes)
     from engine.runtime.exchange import planned_exchange
@@ -329,26 +313,3 @@ def _fit(
         utilization=engine.gpu_memory_utilization, workspace_bytes=workspace,
         exchange_bytes=exchange.nbytes, graph_bytes=GRAPH_BYTES,
     )  # fmt: skip
-
-
-def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large device-to-device copy, read + write: the roof of this very card.
-
-    4 GiB, or what is free: smaller copies show 4 % less. About 30 ms.
-    """
-    free, _ = torch.cuda.mem_get_info(device)
-    size = min(4 << 30, free // 3)
-    with torch.cuda.device(device):
-        a = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
-        b = torch.empty_like(a)
-        times = []
-        for _ in range(8):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            b.copy_(a)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e-3)
-        del a, b
-        torch.cuda.empty_cache()
-    return 2 * size / sorted(times[2:])[3]

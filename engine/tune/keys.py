@@ -24,6 +24,7 @@ def graph_keys(deployment: Deployment) -> list[Choice]:
             rows=rows,
             tp=deployment.tp,
             shard_of=deployment.shard_of,
+            fp8_prefill=deployment.quantization == "fp8",
         )
     )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, preset, with_layers
+from engine.errors import EngineError
 from engine.graph.build import build
 from engine.graph.dump import dump_graph
 from engine.graph.passes import run_passes
@@ -197,9 +198,16 @@ def test_lowered_kernels_equal_the_oracle(folder, tp, monkeypatch):
     follow(ours, oracle, logits, {0: 1})
 
 
-def test_fp8_prefill_is_opt_in():
-    """Its kernels have not run on a card: FP8 weights alone must not turn it on."""
-    assert EngineConfig(quantization="fp8").prefill_activations == "16bit"
+def test_when_prefill_is_fp8():
+    """auto: with FP8 weights, on GPUs only (the CPU has nothing to win)."""
+    auto, asked, refused = (
+        EngineConfig(prefill_activations=choice) for choice in ("auto", "fp8", "16bit")
+    )
+    assert auto.fp8_prefill("fp8") and not auto.fp8_prefill("fp8", cuda=False)
+    assert asked.fp8_prefill("fp8", cuda=False) and not refused.fp8_prefill("fp8")
+    assert not auto.fp8_prefill(None)
+    with pytest.raises(EngineError, match="set --quantization fp8"):
+        asked.fp8_prefill(None)
     text = dump_graph(with_layers(preset("qwen2.5-7b"), 1), 1, "fp8")
     assert "quantize" not in text.replace("after quantize_prefill", "")
     asked = dump_graph(with_layers(preset("qwen2.5-7b"), 1), 1, "fp8", fp8_prefill=True)

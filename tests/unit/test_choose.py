@@ -179,18 +179,13 @@ def test_nearest_size_of_the_same_shape(op, monkeypatch) -> None:
     def pick(n: int, k: int) -> FakeConfig:
         return choose.choose("fake", {"n": n, "k": k, "dtype": "fp8", "rows": 1})
 
-    assert [pick(n, 5).block for n in (1, 16, 17, 64, 100, 512, 4096)] == [
-        16,
-        16,
-        64,
-        64,
-        512,
-        512,
-        512,
-    ]
+    near = {8: 16, 16: 16, 17: 16, 32: 64, 64: 64, 100: 64, 256: 512, 512: 512, 1024: 512}
+    assert {n: pick(n, 5).block for n in near} == near
     assert pick(99, 7) == FakeConfig(100, "k7")
     assert choose.misses() == {}
-    assert pick(64, 6).name == "heuristic" and len(choose.misses()) == 1
+    far = ((7, 5), (129, 5), (255, 5), (1025, 5), (64, 6))  # beyond a factor of two; another shape
+    assert [pick(*facts).name for facts in far] == ["heuristic"] * 5
+    assert len(choose.misses()) == 5
 
 
 def test_missing_facts_and_unknown_ops_are_named(op) -> None:
