@@ -142,6 +142,11 @@ def report(rows: Rows, group: Group, ranks_a_device: int, outcome: Outcome) -> s
         first_tenth_us=first, last_tenth_us=last, last_over_first=ratio, decay_within=DECAY,
         steady=outcome.steady,
     )  # fmt: skip
+    if ratio is not None:
+        rows.add(
+            "soak_last_over_first", ratio, "ratio", tp=group.world, bytes=group.nbytes,
+            algorithm=group.form,
+        )  # fmt: skip
     speed = (
         "stopped early" if ratio is None else f"{first:.2f} -> {last:.2f} us a call, x {ratio:.4f}"
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rows import load
+from engine.model.exchange import prediction_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md")
@@ -174,6 +175,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "shards": lambda rows: _end_to_end(rows, shards=True),
     "kernels": _kernels,
     "all-reduce": _all_reduce,
+    "all-reduce-predicted": prediction_table,
     "other": _other,
 }
 

@@ -6,6 +6,8 @@
   allreduce  \\
   gemv        } the scripts bench/all_reduce.py, gemv.py and attention.py of the repository; need a GPU
   attention  /
+
+allreduce --predict prints what an all-reduce should take at TP = 2, 4 and 8, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +37,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(name: str, rest: list[str]) -> int:
+    if name == "allreduce" and "--predict" in rest:
+        from engine.bench.rows import load
+        from engine.model.exchange import prediction_table
+
+        print(prediction_table(load()))
+        return 0
     if name in SCRIPTS:
         return run_script(name, rest)
     if name not in COMMANDS:

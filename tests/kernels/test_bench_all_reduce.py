@@ -63,7 +63,8 @@ def test_soak_of_random_sizes(form, world, device):
     assert outcome.calls == 40 and len(outcome.tenths_us) == 10 and outcome.sound
     rows = Rows("all_reduce_soak", write=False)
     line = all_reduce_soak.report(rows, group, world, outcome)
-    (row,) = rows.rows
+    row, decay = rows.rows
+    assert decay["metric"] == "soak_last_over_first" and decay["unit"] == "ratio"
     assert row["value"] == 40 and row["mismatches"] == 0 and row["algorithm"] == form
     assert row["last_over_first"] == outcome.tenths_us[9] / outcome.tenths_us[0]
     assert f"{world} ranks a device" in line and "40 calls, 0 wrong" in line
