@@ -28,7 +28,6 @@ import torch
 import triton
 
 from engine.errors import EngineError
-from engine.kernels.all_reduce import address_of
 from engine.kernels.argmax_kernel import (
     argmax_finish_kernel,
     argmax_partial_kernel,
@@ -36,6 +35,7 @@ from engine.kernels.argmax_kernel import (
     argmax_push_kernel,
 )
 from engine.kernels.gumbel import gumbel, gumbel_ref
+from engine.kernels.messages import address_of
 from engine.kernels.sample_ref import RING_NAN, sample_ref
 from engine.kernels.sync import DEFAULT_LIMIT_US
 
@@ -51,6 +51,12 @@ COLUMNS = 1024  # logits a program handles at a time
 def argmax_programs(columns: int) -> int:
     """Programs a row for `columns` logits: P of the [R, P] buffers."""
     return max(1, min(64, triton.cdiv(columns, 2 * COLUMNS)))
+
+
+def reduction(rows: int, parts: int) -> tuple[int, int]:
+    """(PARTS, warps) of a program that reduces [rows, parts]: one turn up to 512 parts, a few keys a thread."""
+    chunk = min(triton.next_power_of_2(parts), 512)
+    return chunk, max(1, min(8, triton.next_power_of_2(rows) * chunk // 128))
 
 
 def outcome(
@@ -111,9 +117,10 @@ def argmax_push(
     Layout: base + slot + (rank * R + row) * 8, value fp32 then id int32 (`argmax_workspace`).
     """
     rows, parts = values.shape
+    chunk, warps = reduction(1, parts)
     argmax_push_kernel[(rows,)](
-        values, ids, peers, slot_offset_bytes, rank, rows, parts, WORLD=world,
-        PARTS=triton.next_power_of_2(parts), PDL=pdl, num_warps=1, num_stages=1, launch_pdl=pdl,
+        values, ids, peers, slot_offset_bytes, rank, rows, parts, WORLD=world, PARTS=chunk,
+        THREADS=32 * warps, PDL=pdl, num_warps=warps, num_stages=1, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -168,8 +175,9 @@ def argmax_finish(
     argmax_poll.
     """
     rows, parts = values.shape
+    chunk, warps = reduction(rows, parts)
     argmax_finish_kernel[(1,)](
         values, ids, *outcome(tokens, row_slots, request, ring, step), positions, rows, parts,
-        ROWS=triton.next_power_of_2(rows), PARTS=triton.next_power_of_2(parts),
-        REQUEST=request is not None, PDL=pdl, num_warps=1, num_stages=1, launch_pdl=pdl,
+        ROWS=triton.next_power_of_2(rows), PARTS=chunk, REQUEST=request is not None, PDL=pdl,
+        num_warps=warps, num_stages=1, launch_pdl=pdl,
     )  # fmt: skip

@@ -51,12 +51,12 @@ def key_id(key):
 
 
 @triton.jit
-def row_slot(row_slots, request, row, REQUEST: tl.constexpr):
-    """Slot of one row (-1: padding); that of the request in prefill."""
+def row_slot(row_slots, request, row, live, REQUEST: tl.constexpr):
+    """Slot of `row` (-1: padding, and where `live` is false); that of the request in prefill."""
     if REQUEST:
         slot = tl.load(request)
     else:
-        slot = tl.load(row_slots + row)
+        slot = tl.load(row_slots + row, mask=live, other=-1)
     return slot
 
 
@@ -72,24 +72,43 @@ def all_row_slots(row_slots, request, rows, ROWS: tl.constexpr, REQUEST: tl.cons
 
 
 @triton.jit
-def store_best(best, values, ids):
-    """The largest of a program's keys [BLOCK] to its place in values and ids [R, P]; grid (R, P)."""
-    at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    top = tl.max(best, 0)
-    tl.store(values + at, key_value(top))
-    tl.store(ids + at, key_id(top))
+def row_noise(temperature, seeds, positions, row_slots, request, row, live, REQUEST: tl.constexpr):
+    """(temperature, seed, position) of `row`; those of slot 0 for a padding row, whose result nobody reads."""
+    slot = tl.maximum(row_slot(row_slots, request, row, live, REQUEST), 0)
+    if REQUEST:
+        position = tl.load(request + 1) + tl.load(request + 2) - 1
+    else:
+        position = tl.load(positions + slot)
+    return tl.load(temperature + slot), tl.load(seeds + slot), position
+
+
+@triton.jit
+def add_noise(value, temperature, seed, position, ids):
+    """value + temperature * Gumbel noise. One rounding, so that every kernel gets the same bits: a sum could
+    fuse with the product that `value` comes from instead."""
+    return tl.fma(temperature, gumbel(seed, position, ids), value)
+
+
+@triton.jit
+def store_key(key, values, ids, at, live):
+    """An order key as (value, id) at values[at], ids[at]."""
+    tl.store(values + at, key_value(key), mask=live)
+    tl.store(ids + at, key_id(key), mask=live)
 
 
 @triton.jit
 def row_keys(values, ids, parts, rows, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """int64 [ROWS]: best key of each row of [rows, parts]."""
+    """int64 [ROWS]: best key of each row of [rows, parts], PARTS at a time."""
     r = tl.arange(0, ROWS)[:, None]
-    p = tl.arange(0, PARTS)[None, :]
-    real = (r < rows) & (p < parts)
-    at = r * parts + p
-    value = tl.load(values + at, mask=real, other=float("-inf"))
-    token = tl.load(ids + at, mask=real, other=NO_ID)
-    return tl.max(order_key(value, token), 1)
+    best = tl.full((ROWS, PARTS), LOWEST_KEY, tl.int64)
+    for start in range(0, parts, PARTS):
+        p = start + tl.arange(0, PARTS)[None, :]
+        real = (r < rows) & (p < parts)
+        at = r * parts + p
+        value = tl.load(values + at, mask=real, other=float("-inf"))
+        token = tl.load(ids + at, mask=real, other=NO_ID)
+        best = tl.maximum(best, order_key(value, token))
+    return tl.max(best, 1)
 
 
 @triton.jit
@@ -156,15 +175,13 @@ def argmax_partial_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    slot = tl.maximum(row_slot(row_slots, request, row, REQUEST), 0)
-    if REQUEST:
-        position = tl.load(request + 1) + tl.load(request + 2) - 1
-    else:
-        position = tl.load(positions + slot)
-    scale = tl.load(temperature + slot)
-    seed = tl.load(seeds + slot)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    scale, seed, position = row_noise(
+        temperature, seeds, positions, row_slots, request, row, True, REQUEST
+    )
     best = tl.full((BLOCK,), LOWEST_KEY, tl.int64)
-    for start in range(tl.program_id(1) * BLOCK, columns, tl.num_programs(1) * BLOCK):
+    for start in range(part * BLOCK, columns, parts * BLOCK):
         column = start + tl.arange(0, BLOCK)
         real = column < tl.minimum(columns, limit)
         # The mask has the granularity of `columns`, so that 16 bytes load at once; `limit` has none.
@@ -172,9 +189,9 @@ def argmax_partial_kernel(
         value = tl.load(logits + row.to(tl.int64) * columns + column, mask=inside, other=0.0)
         token = id_offset + column
         if scale > 0:
-            value += scale * gumbel(seed, position, token)
+            value = add_noise(value, scale, seed, position, token)
         best = tl.maximum(best, tl.where(real, order_key(value, token), LOWEST_KEY))
-    store_best(best, values, ids)
+    store_key(tl.max(best, 0), values, ids, row * parts + part, True)
 
 
 @triton.jit(do_not_specialize=["ring_size", "ring_stride", "rows", "parts"])
@@ -204,12 +221,13 @@ def argmax_push_kernel(
     parts,
     WORLD: tl.constexpr,
     PARTS: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row, one warp: lane t stores to rank t, so no lane is replicated (sync.py)."""
+    """One program a row. Thread t stores to rank t; a lane a thread, so that none is replicated (sync.py)."""
     if PDL:
         gdc_launch_dependents()
-    lane = tl.arange(0, 32)
+    lane = tl.arange(0, THREADS)
     target = tl.load(peers + lane % WORLD)
     if PDL:
         gdc_wait()
@@ -217,7 +235,7 @@ def argmax_push_kernel(
     key = tl.max(row_keys(values + row * parts, ids + row * parts, parts, 1, 1, PARTS), 0)
     word = key_value(key).to(tl.int32, bitcast=True)
     address = target + slot + (rank * rows + row) * 8
-    zero = tl.zeros((32,), tl.int32)
+    zero = tl.zeros((THREADS,), tl.int32)
     push8(address, word + zero, key_id(key) + zero, lane < WORLD)
 
 

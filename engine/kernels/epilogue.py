@@ -1,6 +1,6 @@
 """Epilogues of a linear layer: what becomes of y = scale * (x @ W^T) + bias while it is still in registers.
 
-Plain data, shared by the decode GEMV (all five) and the prefill GEMM (Store, Residual, SiluMul).
+Plain data, shared by the decode GEMV (all six) and the prefill GEMM (Store, Residual, SiluMul).
 R rows, N outputs per rank. "16-bit" is bf16 or fp16, the dtype of the activations.
 Scale and bias come first, then the epilogue; y stays fp32 until the epilogue's single rounding.
 """
@@ -71,4 +71,27 @@ class Push:
     world: int
 
 
-Epilogue = Store | Residual | SiluMul | RopeAppend | Push
+@dataclass(frozen=True)
+class Maxima:
+    """out[R, N] = y fp32 (lm_head logits), and of each program's outputs the best (value, id) of a row.
+
+    Candidates, noise and order are those of kernels/argmax.py: value = y + T * Gumbel(seed, position, id), id =
+    id_offset + n; ids >= vocab_size never win. values fp32 and ids int32 [R, P], P programs
+    (`gemv.gemv_programs`). temperature fp32, seeds and positions int32 [S]; row_slots int32 [R], -1 =
+    padding (what it gets means nothing). With `request` (int32 [3] = slot, start, length; R = 1, prefill) slot
+    and position = start + length - 1 come from it.
+    """
+
+    out: torch.Tensor
+    values: torch.Tensor
+    ids: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    row_slots: torch.Tensor
+    vocab_size: int
+    id_offset: int
+    request: torch.Tensor | None = None
+
+
+Epilogue = Store | Residual | SiluMul | RopeAppend | Push | Maxima

@@ -31,7 +31,7 @@ import torch
 import triton
 
 from engine.errors import EngineError
-from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
+from engine.kernels.epilogue import Epilogue, Maxima, Push, Residual, RopeAppend, SiluMul, Store
 from engine.kernels.gemv_config import (
     GemvConfig,
     heuristic,
@@ -55,6 +55,7 @@ __all__ = [
     "SOURCES",
     "GemvConfig",
     "gemv",
+    "gemv_programs",
     "gemv_ref",
     "heuristic",
     "linear_ref",
@@ -71,7 +72,7 @@ def _check(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> tuple[int, i
         raise EngineError(f"x is [{rows}, {k}] and W is {list(w.shape)}: their K differ")
     if not 1 <= rows <= MAX_ROWS:
         raise EngineError(f"the decode GEMV takes 1 to {MAX_ROWS} rows, not {rows}")
-    if n % 2 and not isinstance(epilogue, Store | Residual):
+    if n % 2 and not isinstance(epilogue, Store | Residual | Maxima):
         raise EngineError(f"{type(epilogue).__name__} works on pairs of outputs; N = {n} is odd")
     return rows, n, k
 
@@ -88,10 +89,16 @@ def _epilogue_arguments(x: torch.Tensor, n: int, epilogue: Epilogue) -> dict:
             "positions_ptr",
             "row_slots_ptr",
             "table_ptr",
+            "temperature_ptr",
+            "seeds_ptr",
+            "request_ptr",
+            "values_ptr",
+            "ids_ptr",
+            "id_offset",
         )
     )
     arguments.update(push_offset=0, EPILOGUE="store", NUM_HEADS=0, NUM_KV_HEADS=0)
-    arguments.update(HEAD_DIM=0, MAX_LEN=0, WORLD=0)
+    arguments.update(HEAD_DIM=0, MAX_LEN=0, WORLD=0, VOCAB_SIZE=0)
     if isinstance(epilogue, Store):
         arguments.update(out_ptr=epilogue.out)
     elif isinstance(epilogue, Residual):
@@ -112,6 +119,14 @@ def _epilogue_arguments(x: torch.Tensor, n: int, epilogue: Epilogue) -> dict:
             HEAD_DIM=epilogue.head_dim,
             MAX_LEN=epilogue.k_cache.shape[2],
         )
+    elif isinstance(epilogue, Maxima):
+        e = epilogue
+        arguments.update(
+            EPILOGUE="maxima", out_ptr=e.out, values_ptr=e.values, ids_ptr=e.ids,
+            temperature_ptr=e.temperature, seeds_ptr=e.seeds, positions_ptr=e.positions,
+            row_slots_ptr=e.row_slots, request_ptr=e.request, id_offset=e.id_offset,
+            VOCAB_SIZE=e.vocab_size,
+        )  # fmt: skip
     else:
         message_bytes = x.shape[0] * n * x.element_size()
         arguments.update(
@@ -121,6 +136,25 @@ def _epilogue_arguments(x: torch.Tensor, n: int, epilogue: Epilogue) -> dict:
             WORLD=epilogue.world,
         )
     return arguments
+
+
+def _runnable(config: GemvConfig, n: int, k: int, w_dtype: torch.dtype) -> GemvConfig:
+    """Gluon has no interpreter: there the plain kernel is the ring's twin."""
+    if config.kernel not in ("simple", "ring"):
+        raise EngineError(f"unknown GEMV kernel {config.kernel!r}; known: simple, ring")
+    if config.kernel == "ring" and triton.knobs.runtime.interpret:
+        return simple_config(n, k, w_dtype)
+    return config
+
+
+def gemv_programs(
+    config: GemvConfig, n: int, k: int, rows: int, x_dtype: torch.dtype, w_dtype: torch.dtype
+) -> int:
+    """Programs that a launch of this shape has: P of the `Maxima` epilogue."""
+    config = _runnable(config, n, k, w_dtype)
+    if config.kernel == "simple":
+        return triton.cdiv(n, rows_block_n(config, rows))
+    return ring_shape(config, n, k, rows, x_dtype, w_dtype).programs
 
 
 def plan_gemv(
@@ -138,28 +172,26 @@ def plan_gemv(
 ) -> tuple[Any, tuple[int], dict[str, Any]]:
     """(kernel, grid, arguments) of the launch that `gemv` makes. Needs shapes and dtypes only."""
     rows, n, k = _check(x, w, epilogue)
-    config = config or heuristic(n, k, w.dtype)
-    if config.kernel not in ("simple", "ring"):
-        raise EngineError(f"unknown GEMV kernel {config.kernel!r}; known: simple, ring")
-    if config.kernel == "ring" and triton.knobs.runtime.interpret:
-        config = simple_config(
-            n, k, w.dtype
-        )  # Gluon has no interpreter: the plain kernel is the twin
+    config = _runnable(config or heuristic(n, k, w.dtype), n, k, w.dtype)
     arguments = {**_epilogue_arguments(x, n, epilogue), **poll_arguments(poll, x)}
     arguments.update(
         x_ptr=x, w_ptr=w, scale_ptr=scale, bias_ptr=bias, norm_ptr=norm_weight, eps=eps, N=n, K=k, R=rows,
         PDL=pdl, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
         launch_pdl=pdl,
     )  # fmt: skip
+    grid = (gemv_programs(config, n, k, rows, x.dtype, w.dtype),)
+    if isinstance(epilogue, Maxima) and epilogue.values.shape != (rows, grid[0]):
+        raise EngineError(
+            f"maxima {list(epilogue.values.shape)} of {rows} rows, {grid[0]} programs"
+        )
     if config.kernel == "simple":
-        block_n = rows_block_n(config, rows)
-        return gemv_kernel, (triton.cdiv(n, block_n),), {**arguments, "BLOCK_N": block_n}
+        return gemv_kernel, grid, {**arguments, "BLOCK_N": rows_block_n(config, rows)}
     shape = ring_shape(config, n, k, rows, x.dtype, w.dtype, polls=poll is not None)
     arguments.update(
         k_tiles=triton.cdiv(k, config.block_k), STAGES=shape.stages, WARPS_K=config.warps_k,
         ROWS_PER_PROGRAM=shape.rows_per_program, STAGE_X=shape.stage_x,
     )  # fmt: skip
-    return gemv_ring_kernel, (shape.programs,), arguments
+    return gemv_ring_kernel, grid, arguments
 
 
 def gemv(
@@ -233,11 +265,11 @@ def gemv_ref(
 ) -> torch.Tensor:
     """Reference of `gemv`: the output as a new tensor, computed in fp32 (fp64 if x is), rounded once.
 
-    Store, Residual -> [R, N] of out's dtype; SiluMul -> [R, N/2]; RopeAppend -> q_out, with the caches filled
+    Store, Residual, Maxima -> [R, N] of out's dtype (the maxima: sample_ref.py); SiluMul -> [R, N/2]; RopeAppend -> q_out, with the caches filled
     in place; Push -> the message [R, N] of x's dtype with -0.0 as +0.0. `epilogue.out` is read for its dtype only.
     """
     y = linear_ref(x, w, scale=scale, bias=bias, norm_weight=norm_weight, eps=eps)
-    if isinstance(epilogue, Store):
+    if isinstance(epilogue, Store | Maxima):
         return y.to(epilogue.out.dtype)
     if isinstance(epilogue, Residual):
         return (epilogue.residual.to(y.dtype) + y).to(epilogue.out.dtype)

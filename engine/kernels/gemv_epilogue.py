@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.argmax_kernel import LOWEST_KEY, add_noise, order_key
 from engine.kernels.packed import pack_halves
 
 
@@ -21,6 +22,17 @@ def store_outputs(y, residual, n, row, live, out_ptr, N: tl.constexpr):
     if residual is not None:
         y += residual.to(tl.float32)
     tl.store(out_ptr + row * N + n, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def maxima_keys(y, noise, n, live, id_offset, VOCAB_SIZE: tl.constexpr):
+    """Maxima. Order keys of the outputs y; ids beyond the vocabulary, and outputs that are not live, lose to all.
+
+    noise: `row_noise` of y's rows, three dependent loads: to be issued before the sum over K."""
+    temperature, seed, position = noise
+    token = id_offset + n
+    key = order_key(add_noise(y, temperature, seed, position, token), token)
+    return tl.where(live & (token < VOCAB_SIZE), key, LOWEST_KEY)
 
 
 @triton.jit

@@ -27,7 +27,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from engine.kernels.argmax_kernel import LOWEST_KEY, row_noise, store_key
 from engine.kernels.gemv_epilogue import (
+    maxima_keys,
     rope_operands,
     store_outputs,
     store_push,
@@ -145,22 +147,11 @@ def split_pairs(y):
     return gl.split(gl.permute(gl.reshape(y, [BLOCK_N // 2, 2, RP]), [0, 2, 1]))
 
 
-@gluon.jit(do_not_specialize=["k_tiles", "push_offset", *POLL_SCALARS])
+@gluon.jit(do_not_specialize=["k_tiles", "push_offset", "id_offset", *POLL_SCALARS])
 def gemv_ring_kernel(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    bias_ptr,
-    norm_ptr,
-    out_ptr,
-    residual_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    row_slots_ptr,
-    table_ptr,
-    push_offset,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, out_ptr, residual_ptr,
+    temperature_ptr, seeds_ptr, request_ptr, values_ptr, ids_ptr, id_offset,  # of Maxima, or None
+    k_cache_ptr, v_cache_ptr, cos_sin_ptr, positions_ptr, row_slots_ptr, table_ptr, push_offset,
     hidden_ptr, messages, rearm, status, limit_us, poll_rank, poll_site, poll_slot,  # see gemv_poll.py
     eps,
     k_tiles,  # cdiv(K, BLOCK_K), at run time so that the loop over K is not unrolled
@@ -174,9 +165,7 @@ def gemv_ring_kernel(
     WARPS_K: gl.constexpr,
     STAGE_X: gl.constexpr,
     EPILOGUE: gl.constexpr,
-    NUM_HEADS: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, VOCAB_SIZE: gl.constexpr,
     MAX_LEN: gl.constexpr,
     WORLD: gl.constexpr,
     POLL: gl.constexpr,
@@ -319,13 +308,20 @@ def gemv_ring_kernel(
             column = column[None, :][:, None, :]
 
     PAIRS: gl.constexpr = split_pairs(gl.zeros([BLOCK_N, RP], gl.float32, OUT))[0].type.layout
+    if EPILOGUE == "maxima":
+        out_r = gl.arange(0, RP, gl.SliceLayout(0, OUT))[None, :]
+        noise = row_noise(
+            temperature_ptr, seeds_ptr, positions_ptr, row_slots_ptr, request_ptr, out_r, out_r < R,
+            request_ptr is not None,
+        )  # fmt: skip
+        best = gl.full([BLOCK_N // 2, RP], LOWEST_KEY, gl.int64, PAIRS)  # of all blocks so far
     slot = first * 0
     last_slot = slot + (STAGES - 1)
     for block in range(blocks):
         block_first = first + block * BLOCK_N
         block_rows = rows - block * BLOCK_N
         # What the epilogue reads is on its way during the sum over K.
-        if EPILOGUE == "store":
+        if EPILOGUE == "store" or EPILOGUE == "maxima":
             out_r = gl.arange(0, RP, gl.SliceLayout(0, OUT))[None, :]
             live = (out_n[:, None] < block_rows) & (out_r < R)
             index = block_first + out_n[:, None]
@@ -380,6 +376,10 @@ def gemv_ring_kernel(
             bias = gl.load(bias_ptr + first + following, mask=following < rows, other=0.0)
         if EPILOGUE == "store":
             store_outputs(y, residual, index, out_r, live, out_ptr, N)
+        elif EPILOGUE == "maxima":
+            store_outputs(y, None, index, out_r, live, out_ptr, N)
+            even, odd = split_pairs(maxima_keys(y, noise, index, live, id_offset, VOCAB_SIZE))
+            best = gl.maximum(best, gl.maximum(even, odd))
         else:
             even, odd = split_pairs(y)
             if EPILOGUE == "silu":
@@ -391,3 +391,7 @@ def gemv_ring_kernel(
                     even, odd, operands, pair, row, live, out_ptr, k_cache_ptr, v_cache_ptr, NUM_HEADS,
                     NUM_KV_HEADS, HEAD_DIM, MAX_LEN,
                 )  # fmt: skip
+    if EPILOGUE == "maxima":
+        row = gl.arange(0, RP, gl.SliceLayout(0, PAIRS))
+        at = row * gl.cdiv(N, ROWS_PER_PROGRAM) + pid
+        store_key(gl.max(best, 0), values_ptr, ids_ptr, at, row < R)

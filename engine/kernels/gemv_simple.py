@@ -7,7 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.argmax_kernel import row_noise, store_key
 from engine.kernels.gemv_epilogue import (
+    maxima_keys,
     rope_operands,
     store_outputs,
     store_push,
@@ -33,22 +35,11 @@ def add_squares(total, x_ptr, k, K: tl.constexpr):
     return tl.fma(x, x, total)
 
 
-@triton.jit(do_not_specialize=POLL_SCALARS)
+@triton.jit(do_not_specialize=["id_offset", *POLL_SCALARS])
 def gemv_kernel(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    bias_ptr,
-    norm_ptr,
-    out_ptr,
-    residual_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    row_slots_ptr,
-    table_ptr,
-    push_offset,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, norm_ptr, out_ptr, residual_ptr,
+    temperature_ptr, seeds_ptr, request_ptr, values_ptr, ids_ptr, id_offset,  # of Maxima, or None
+    k_cache_ptr, v_cache_ptr, cos_sin_ptr, positions_ptr, row_slots_ptr, table_ptr, push_offset,
     hidden_ptr, messages, rearm, status, limit_us, poll_rank, poll_site, poll_slot,  # see gemv_poll.py
     eps,
     N: tl.constexpr,
@@ -57,9 +48,7 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EPILOGUE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VOCAB_SIZE: tl.constexpr,
     MAX_LEN: tl.constexpr,
     WORLD: tl.constexpr,
     POLL: tl.constexpr,
@@ -160,6 +149,14 @@ def gemv_kernel(
             if residual_ptr is not None:
                 residual = tl.load(residual_ptr + r * N + n, mask=n < N, other=0.0)
             store_outputs(y, residual, n, r, n < N, out_ptr, N)
+        elif EPILOGUE == "maxima":
+            store_outputs(y, None, n, r, n < N, out_ptr, N)
+            noise = row_noise(
+                temperature_ptr, seeds_ptr, positions_ptr, row_slots_ptr, request_ptr, r, True,
+                request_ptr is not None,
+            )  # fmt: skip
+            best = tl.max(maxima_keys(y, noise, n, n < N, id_offset, VOCAB_SIZE), 0)
+            store_key(best, values_ptr, ids_ptr, r * tl.num_programs(0) + tl.program_id(0), True)
         else:
             even, odd = tl.split(tl.reshape(y, (BLOCK_N // 2, 2)))
             p = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)

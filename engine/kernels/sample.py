@@ -11,8 +11,8 @@ import torch
 import triton
 
 from engine.kernels import sample_kernel as kernel
-from engine.kernels.all_reduce import address_of
 from engine.kernels.argmax import outcome
+from engine.kernels.messages import address_of
 from engine.kernels.sample_kernel import PASSES, PEAK_NONE, SUMS
 from engine.kernels.slots import LamportWorkspace
 from engine.kernels.sync import DEFAULT_LIMIT_US

@@ -33,16 +33,16 @@ import triton.language as tl
 
 from engine.kernels.argmax_kernel import (
     LOWEST_KEY,
+    add_noise,
     all_row_slots,
     key_token,
     order_key,
     publish,
     row_keys,
     row_slot,
-    store_best,
+    store_key,
     value_key,
 )
-from engine.kernels.gumbel import gumbel
 from engine.kernels.sample_ref import BIASED as _BIASED_COLUMN
 from engine.kernels.sample_ref import (
     CONTROLS,
@@ -133,7 +133,7 @@ def adjust_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    slot = tl.maximum(row_slot(row_slots, request, row, REQUEST), 0)
+    slot = tl.maximum(row_slot(row_slots, request, row, True, REQUEST), 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     z = tl.load(logits + row.to(tl.int64) * columns + column, mask=inside, other=0.0)
@@ -222,7 +222,7 @@ def search_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    slot = row_slot(row_slots, request, row, REQUEST)
+    slot = row_slot(row_slots, request, row, True, REQUEST)
     safe = tl.maximum(slot, 0)
     scale = tl.load(temperature + safe)
     k = tl.load(controls + safe * _CONTROLS + _TOP_K).to(tl.int64)
@@ -264,7 +264,9 @@ def pick_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    slot = tl.maximum(row_slot(row_slots, request, row, REQUEST), 0)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    slot = tl.maximum(row_slot(row_slots, request, row, True, REQUEST), 0)
     scale = tl.load(temperature + slot)
     seed = tl.load(seeds + slot)
     position = tl.load(positions + slot) - 1  # the step has advanced it already
@@ -281,7 +283,7 @@ def pick_kernel(
         if p < 1.0:
             floor = tl.maximum(floor, _found(mine + 128, _share(mine, p), 8))
     best = tl.full((BLOCK,), LOWEST_KEY, tl.int64)
-    for start in range(tl.program_id(1) * BLOCK, vocab, tl.num_programs(1) * BLOCK):
+    for start in range(part * BLOCK, vocab, parts * BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocab
         z = tl.load(scores + row.to(tl.int64) * total + column, mask=column < total, other=0.0)
@@ -289,9 +291,9 @@ def pick_kernel(
         if scale > 0:
             if least > 0:
                 keep = keep & ((_weights(z, peak, scale) >= least) | (z != z))
-            z += scale * gumbel(seed, position, column)
+            z = add_noise(z, scale, seed, position, column)
         best = tl.maximum(best, tl.where(keep, order_key(z, column), LOWEST_KEY))
-    store_best(best, values, ids)
+    store_key(tl.max(best, 0), values, ids, row * parts + part, True)
 
 
 @triton.jit(do_not_specialize=["ring_size", "ring_stride", "rows", "parts", "offset", "columns"])

@@ -105,10 +105,15 @@ def forms():
                 8,
             )
     partial = dict(BLOCK=1024, REQUEST=False, PDL=True)
-    yield "argmax/push", argmax.argmax_push_kernel, dict(WORLD=8, PARTS=64, PDL=True), 1
+    yield (
+        "argmax/push",
+        argmax.argmax_push_kernel,
+        dict(WORLD=8, PARTS=512, THREADS=128, PDL=True),
+        4,
+    )
     yield "argmax/partial", argmax.argmax_partial_kernel, partial, 4
-    finish = dict(ROWS=8, PARTS=64, REQUEST=False, PDL=True)
-    yield "argmax/finish", argmax.argmax_finish_kernel, finish, 1
+    finish = dict(ROWS=8, PARTS=512, REQUEST=False, PDL=True)
+    yield "argmax/finish", argmax.argmax_finish_kernel, finish, 8
 
 
 def main() -> None:

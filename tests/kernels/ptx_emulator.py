@@ -155,7 +155,7 @@ class Block:
             a, b = (self.typed(x, kind) for x in args[1:3])
             compare: dict[str, Callable] = {
                 "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-                "gt": np.greater, "ge": np.greater_equal,
+                "gt": np.greater, "ge": np.greater_equal, "nan": lambda a, b: (a != a) | (b != b),
             }  # fmt: skip
             return compare[op[1]](a, b)
         if name == "selp":
