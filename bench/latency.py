@@ -1,6 +1,6 @@
 """Single-stream latency of the whole engine on the card: start-up, TTFT, decode rate, share of the roof.
 
-    python -m bench.latency --model qwen2.5-72b --quantization fp8 --tp 2
+    python -m bench.latency qwen2.5-72b:fp8:2 qwen2.5-7b:none:1
 
 Dummy weights, greedy, batch 1; 512 tokens in, 256 out. Share of the roof = (weight bytes + KV bytes read per
 token per GPU) / (copy bandwidth of the same run, read + write) / time per token.
@@ -12,8 +12,9 @@ import argparse
 import statistics
 import time
 
+from bench.deployment import facts, parse, roof_share
 from bench.rows import Rows
-from engine.config import EngineConfig, preset
+from engine.config import preset
 from engine.runtime import create_executor
 
 
@@ -33,37 +34,28 @@ def generate(executor, ids, tokens, slot=0):
     return out, first - start, (end - first) / (tokens - 1)
 
 
-def measure(
-    rows: Rows, args, model: str, quantization: str | None, tp: int, shard_of: int | None
-) -> None:
+def measure(rows: Rows, args: argparse.Namespace, text: str) -> None:
     """One deployment: start, run `--iters` times, write its rows."""
     begin = time.perf_counter()
-    config = EngineConfig(
-        model=model, tensor_parallel_size=tp, quantization=quantization, load_format="dummy",
-        device="cuda", max_num_seqs=1, max_model_len=args.max_model_len, shard_of=shard_of,
-    )  # fmt: skip
-    executor = create_executor(config, preset(model))
+    config = parse(text, max_num_seqs=1, max_model_len=args.max_model_len)
+    executor = create_executor(config, preset(text.split(":")[0]))
     startup = time.perf_counter() - begin
     stats = executor.stats()
-    facts = dict(model=model, quantization=quantization or "none", tp=tp, shard_of=shard_of,
-                 context=args.input_len)  # fmt: skip
+    named = dict(facts(config), context=args.input_len)
     ids = [(i * 7919 + 13) % 150000 for i in range(args.input_len)]
     runs = [generate(executor, ids, args.output_len) for _ in range(args.iters + 1)][1:]
     same = all(run[0] == runs[0][0] for run in runs)
     tpot = statistics.median(run[2] for run in runs)
     ttft = statistics.median(run[1] for run in runs)
-    roof = stats["roof"]
-    kv = roof["kv_bytes_per_token"] * (args.input_len + args.output_len / 2)
-    share = (roof["weight_bytes"] + kv) / roof["copy_bandwidth"] / tpot
-    rows.add("startup_s", startup, "s", **facts)
-    rows.add("ttft_ms", ttft * 1e3, "ms", **facts)
-    rows.add("decode_tok_s", 1 / tpot, "tok/s", share=share, **facts)
+    share = roof_share(stats["roof"], args.input_len + args.output_len / 2, tpot)
+    rows.add("startup_s", startup, "s", **named)
+    rows.add("ttft_ms", ttft * 1e3, "ms", **named)
+    rows.add("decode_tok_s", 1 / tpot, "tok/s", share=share, **named)
     phases = ", ".join(f"{k} {v:.1f}" for k, v in stats["startup_s"].items())
-    shard = f" shard-of {shard_of}" if shard_of else ""
     print(
-        f"{model} {quantization or 'bf16'} tp={tp}{shard}: start {startup:.1f} s ({phases}); TTFT {ttft * 1e3:.2f} "
-        f"ms; {1 / tpot:.1f} tok/s, {share:.3f} of the roof ({roof['copy_bandwidth'] / 1e12:.2f} TB/s); "
-        f"runs equal: {same}; min TTFT {min(r[1] for r in runs) * 1e3:.2f}",
+        f"{text}: start {startup:.1f} s ({phases}); TTFT {ttft * 1e3:.2f} ms; {1 / tpot:.1f} tok/s, {share:.3f} "
+        f"of the roof ({stats['roof']['copy_bandwidth'] / 1e12:.2f} TB/s); runs equal: {same}; min TTFT "
+        f"{min(r[1] for r in runs) * 1e3:.2f}",
         flush=True,
     )
     executor.close()
@@ -84,10 +76,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = Rows("latency")
     for text in args.deployments:
-        model, quantization, tp, *shard = text.split(":")
         try:
-            measure(rows, args, model, None if quantization == "none" else quantization, int(tp),
-                    int(shard[0]) if shard else None)  # fmt: skip
+            measure(rows, args, text)
         except Exception as e:  # one broken deployment must not cost the card time of the others
             print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
 

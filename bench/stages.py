@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from bench.deployment import parse
 from bench.rows import Rows
 from engine.model import GPUS
 from engine.profiling.report import stage_roofs
@@ -63,9 +64,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = Rows("stages")
     for text in args.deployments:
-        model, quantization, tp, *shard = text.split(":")
-        deployment = Deployment(model, None if quantization == "none" else quantization, int(tp),
-                                int(shard[0]) if shard else None, args.rows, args.context)  # fmt: skip
+        engine = parse(text)
+        deployment = Deployment(text.split(":")[0], engine.quantization, engine.tensor_parallel_size,
+                                engine.shard_of, args.rows, args.context)  # fmt: skip
         measure(rows, deployment, args.layers)
 
 
