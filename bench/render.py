@@ -25,6 +25,7 @@ Row = dict[str, Any]
 
 _BLOCK = re.compile(r"(<!-- render: (?P<name>[\w-]+) -->\n).*?(<!-- /render -->)", re.DOTALL)
 _DEPLOYMENT = ("model", "quantization", "tp", "shard_of", "rows", "context", "gpu")
+_UNSHOWN = ("stage_us", "topology", "section_", "part_failed")  # of the scorecard: in its file only
 _KERNEL_METRICS = ("gemv_us", "attention_us", "gemm_us", "prefill_attention_us", "norm_us")
 
 
@@ -166,7 +167,15 @@ def _all_reduce(rows: list[Row]) -> str:
 
 
 def _other(rows: list[Row]) -> str:
-    seen = ("all_reduce", "put_signal", "decode_tok_s", "ttft_ms", "startup_s", *_KERNEL_METRICS)
+    seen = (
+        "all_reduce",
+        "put_signal",
+        "decode_tok_s",
+        "ttft_ms",
+        "startup_s",
+        *_KERNEL_METRICS,
+        *_UNSHOWN,
+    )
     return _listing([r for r in rows if not r["metric"].startswith(seen)])
 
 

@@ -58,7 +58,7 @@ def links(rows: Rows) -> None:
     matrix = probe_links()
     text = describe(matrix)
     print(text, flush=True)
-    rows.add("topology", torch.cuda.device_count(), "GPUs", algorithm=text)
+    rows.add("topology", torch.cuda.device_count(), "GPUs", text=text)
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda:0")
     for link in matrix.links:
         here = source.to(f"cuda:{link.source}")
