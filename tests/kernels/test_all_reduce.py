@@ -254,17 +254,50 @@ def test_heuristic_and_limits():
 
 # ---- ranks as processes over shared memory (interpreter)
 
+# Launches of a call. Split forms are the engine's: two slots, re-armed behind each poll, and messages of
+# different sizes after each other, as graphs of different buckets have them.
+LAUNCHES = {
+    "lamport": ("all",),
+    "lamport_split": ("push", "poll"),
+    "flag": ("both",),
+    "flag_split": ("publish", "reduce"),
+    "two_shot": ("all",),
+    "two_shot_split": ("scatter", "reduce", "gather"),
+}
+
+
+def launch(algorithm, phase, x, buffer, table, space, residual, out, status, **common):
+    """One launch of one rank."""
+    if algorithm.startswith("flag"):
+        flag_all_reduce(x, table, residual, out, status, space, phase=phase, **common)
+        return
+    call = common["call_site"]
+    offsets = space.slot_offset(call), space.clear_offset(call)
+    if algorithm.startswith("two_shot"):
+        two_shot(x, buffer, table, *offsets, residual, out, status, phase=phase, **common)
+    elif phase == "push":
+        where = {key: common[key] for key in ("rank", "world", "config")}
+        push(x, table, offsets[0], **where)
+    elif phase == "poll":
+        poll_residual(buffer, *offsets, residual, out, status, **common)
+    else:
+        all_reduce(x, buffer, table, *offsets, residual, out, status, **common)
+
 
 @pytest.mark.parametrize(
     ("algorithm", "world", "calls"),
     [
         ("lamport", 2, 1000),
         ("lamport", 4, 120),
-        ("lamport", 8, 200),
+        ("lamport", 8, 120),
+        ("lamport_split", 4, 60),
         ("flag", 2, 60),
         ("flag", 4, 30),
+        ("flag_split", 8, 16),
         ("two_shot", 2, 60),
         ("two_shot", 4, 30),
+        ("two_shot_split", 2, 100),
+        ("two_shot_split", 8, 40),
     ],
 )
 def test_processes(algorithm, world, calls, device, monkeypatch):
@@ -272,37 +305,40 @@ def test_processes(algorithm, world, calls, device, monkeypatch):
         pytest.skip(
             "ranks are processes only in the interpreter; bench/all_reduce.py does it on cards"
         )
-    if calls >= 100:  # the arithmetic is slow in the interpreter, and proved by the tests above
+    if calls >= 40:  # the arithmetic is slow in the interpreter, and proved by the tests above
         monkeypatch.setattr(messages, "sum_messages", fast_sum_messages)
         monkeypatch.setattr(messages, "canonical_words", fast_canonical_words)
-    shape = (1, 64)
-    slots = lamport_slots(calls)
+    split = len(LAUNCHES[algorithm]) > 1
+    shapes = [(1, 64), (1, 24), (1, 8), (1, 48)] if split else [(1, 64)]
+    slots = 2 if split else lamport_slots(calls)
     config = AllReduceConfig(block=32, num_warps=1, programs=1)
-    if algorithm == "flag":
-        workspace = FlagWorkspace(world, *shape, programs=1)
+    if algorithm.startswith("flag"):
+        workspace = FlagWorkspace(world, *shapes[0], programs=1)
         buffers = [workspace.allocate("cpu", NEAR_WRAP).share_memory_() for _ in range(world)]
     else:
-        kind = LamportWorkspace if algorithm == "lamport" else two_shot_workspace
-        workspace = kind(world, *shape, slots=slots)
+        kind = two_shot_workspace if algorithm.startswith("two_shot") else LamportWorkspace
+        workspace = kind(world, *shapes[0], slots=slots)
         buffers = [workspace.allocate("cpu").share_memory_() for _ in range(world)]
     table = peer_table(buffers, "cpu")
     status = torch.zeros(8, dtype=torch.int32).share_memory_()
     sums = torch.zeros(world, calls, dtype=torch.int64).share_memory_()
-    tensors = [inputs(call, world, shape, DTYPES[call % 2]) for call in range(min(calls, 64))]
+    tensors = [
+        inputs(call, world, shapes[call % len(shapes)], DTYPES[call % 2])
+        for call in range(min(calls, 64))
+    ]
     references = [all_reduce_ref(partials, residual) for *partials, residual in tensors]
 
     def body(rank: int) -> None:
         for call in range(calls):
             *partials, residual = tensors[call % len(tensors)]
-            out = poisoned(shape, residual.dtype, "cpu")
+            out = poisoned(residual.shape, residual.dtype, "cpu")
             common = dict(rank=rank, world=world, call_site=call, config=config, limit_us=LIMIT_US)
-            random_delay()
-            if algorithm == "flag":
-                flag_all_reduce(partials[rank], table, residual, out, status, workspace, **common)
-            else:
-                run = all_reduce if algorithm == "lamport" else two_shot
-                offsets = workspace.slot_offset(call), workspace.clear_offset(call)
-                run(partials[rank], buffers[rank], table, *offsets, residual, out, status, **common)
+            for phase in LAUNCHES[algorithm]:
+                random_delay()
+                launch(
+                    algorithm, phase, partials[rank], buffers[rank], table, workspace, residual, out,
+                    status, **common,
+                )  # fmt: skip
             assert status[0] == 0, status.tolist()
             assert_same(out, references[call % len(tensors)], f"rank {rank} call {call}")
             sums[rank, call] = checksum(out)

@@ -224,12 +224,13 @@ def randomised(machine: Machine, runs: int, seed: int = 0) -> str | None:
 @dataclass(frozen=True)
 class Exchange:
     """One exchange: the area it uses, and the areas that its poll re-arms (its own one: after
-    reading).
+    reading). `first`: where in the area its messages begin.
     """
 
     area: int
     clears: tuple[int, ...]
     chunks: int = 0  # size of the message where it is not the graph's own (0)
+    first: int = 0
 
 
 def _pushes(exchange: Exchange, call: int, chunk: int, world: int, chunks: int) -> tuple[Op, ...]:
@@ -265,8 +266,9 @@ def split_form(
     kernels = []
     for call, exchange in enumerate(exchanges):
         size = exchange.chunks or programs
-        push = tuple((_pushes(exchange, call, c, world, size),) for c in range(size))
-        poll = tuple(_polls(exchange, call, c, world, size, read_all, fine) for c in range(size))
+        places = range(exchange.first, exchange.first + size)
+        push = tuple((_pushes(exchange, call, c, world, size),) for c in places)
+        poll = tuple(_polls(exchange, call, c, world, size, read_all, fine) for c in places)
         kernels += [Kernel(push), Kernel(poll, poll_waits)]
     return [kernels] * world
 

@@ -89,6 +89,31 @@ def test_graphs_of_different_sizes_share_their_slots(slots):
     assert randomised(Machine(split_form(two_graphs(slots, 6, (1, 3)), 4, fine=True)), 10) is None
 
 
+def graphs_of_two_algorithms(world: int, calls: int, replays: int, own_slot: bool = True):
+    """Decode by one-shot and prefill by two-shot take turns on the engine's two slots: a slot holds `world`
+    messages of 2 chunks, or a scatter area of `world` shards of 1 chunk and a gather area behind it. Each poll
+    re-arms what it read; own_slot False: the gather re-arms its own words only, the reduce nothing."""
+    exchanges = []
+    for replay in range(replays):
+        for site in range(calls):
+            slot = site % 2
+            if replay % 2 == 0:
+                exchanges.append(Exchange(slot, (slot,), 2))
+            else:
+                exchanges.append(Exchange(slot, (slot,) if own_slot else (), 1))
+                exchanges.append(Exchange(slot, (slot,), 1, first=world))
+        exchanges.append(Exchange(100, (100,), 1))
+    return exchanges
+
+
+def test_graphs_of_different_algorithms_share_their_slots():
+    assert exhaustive(Machine(split_form(graphs_of_two_algorithms(2, 2, 3), 2))) is None
+    for world in (3, 4):
+        exchanges = graphs_of_two_algorithms(world, 4, 4)
+        assert randomised(Machine(split_form(exchanges, world, fine=True)), 20) is None
+    caught(split_form(graphs_of_two_algorithms(2, 2, 3, own_slot=False), 2))
+
+
 def with_argmax(calls: int, replays: int, slots: int | None = None):
     """A decode step: all-reduces, then the argmax exchange in its single slot (area 100)."""
     step = engine_rotation(calls, 1) if calls else []
