@@ -1,6 +1,6 @@
 """Time to first token over prompt lengths on the card, beside the floor of its matrix products.
 
-    python -m bench.ttft qwen2.5-7b:none:1 qwen2.5-7b:fp8:1 --prefill-activations fp8 --png ttft.png
+    python -m bench.ttft qwen2.5-7b:none:1 qwen2.5-7b:fp8:1 --png ttft.png
 
 Dummy weights, greedy, one request at a time on a warm engine. Floor = 2 x parameters x tokens / (TP x matrix rate),
 the rate being what cuBLAS reaches in BF16 in the same run (fp8 activations are compared with the same BF16 floor). Host
@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
+from bench.deployment import facts, parse
 from bench.latency import generate
 from bench.rows import Rows
-from engine.config import EngineConfig, preset
+from engine.config import preset
 from engine.profiling.plots import pyplot
 from engine.runtime import create_executor
 
@@ -63,39 +64,33 @@ def host_waits(executor, ids: list[int], tokens: int) -> dict[str, int]:
 
 def measure(rows: Rows, args, text: str, rate: float) -> list[tuple[int, float, float]]:
     """(prompt length, median TTFT ms, floor ms) of one deployment; writes its rows."""
-    model, quantization, degree, *shard = text.split(":")
-    tp, shard_of = int(degree), int(shard[0]) if shard else None
     lengths = [int(n) for n in args.input_lens.split(",")]
-    engine = EngineConfig(
-        model=model, tensor_parallel_size=tp, load_format="dummy", device="cuda", max_num_seqs=1,
-        quantization=None if quantization == "none" else quantization, shard_of=shard_of,
-        max_model_len=max(lengths) + 64,
-        prefill_activations=args.prefill_activations if quantization == "fp8" else "16bit",
-    )  # fmt: skip
-    config = preset(model)
+    engine = parse(text, max_num_seqs=1, max_model_len=max(lengths) + 64,
+                   prefill_activations=args.prefill_activations)  # fmt: skip
+    config, degree = preset(text.split(":")[0]), engine.shard_of or engine.tensor_parallel_size
     executor = create_executor(engine, config)
-    facts = dict(model=model, quantization=quantization, tp=tp, shard_of=shard_of,
-                 algorithm=f"{engine.prefill_activations} activations")  # fmt: skip
+    activations = "fp8" if engine.fp8_prefill(engine.quantization) else "16bit"
+    named = dict(facts(engine), algorithm=f"{activations} activations")
     points = []
     try:
         _, _, step = generate(executor, list(range(16)), 33)
-        print(f"{text} {engine.prefill_activations}: decode step {step * 1e3:.2f} ms", flush=True)
+        print(f"{text} {activations}: decode step {step * 1e3:.2f} ms", flush=True)
         for length in lengths:
             ids = [(i * 7919 + 13) % 150000 for i in range(length)]
             took = [generate(executor, ids, 2)[1] * 1e3 for _ in range(args.iters + 2)][2:]
-            floor = 2e3 * config.num_parameters * length / ((shard_of or tp) * rate)
+            floor = 2e3 * config.num_parameters * length / (degree * rate)
             took.sort()
             p50, p90 = statistics.median(took), took[int(0.9 * (len(took) - 1))]
-            rows.add("ttft_p50_ms", p50, "ms", context=length, share=floor / p50, **facts)
-            rows.add("ttft_p90_ms", p90, "ms", context=length, **facts)
-            rows.add("ttft_min_ms", took[0], "ms", context=length, **facts)
+            rows.add("ttft_p50_ms", p50, "ms", context=length, share=floor / p50, **named)
+            rows.add("ttft_p90_ms", p90, "ms", context=length, **named)
+            rows.add("ttft_min_ms", took[0], "ms", context=length, **named)
             print(f"  {length:6} tokens: TTFT p50 {p50:8.2f} p90 {p90:8.2f} min {took[0]:8.2f} ms; "
                   f"floor {floor:8.2f} ms, ratio {p50 / floor:.2f}; {p50 / 1e3 / step:.2f} decode steps",
                   flush=True)  # fmt: skip
             points.append((length, p50, floor))
         waits = host_waits(executor, [(i * 31 + 7) % 150000 for i in range(512)], 17)
         counters = executor.stats()["counters"]
-        rows.add("host_waits", sum(waits.values()), "calls", context=512, **facts)
+        rows.add("host_waits", sum(waits.values()), "calls", context=512, **named)
         print(f"  blocking CUDA calls of a request (512 + 17 tokens), CUPTI: {waits or 'none'}; "
               f"own counters {counters}", flush=True)  # fmt: skip
     finally:
@@ -128,7 +123,7 @@ def main() -> None:
     parser.add_argument("deployments", nargs="+")
     parser.add_argument("--input-lens", default="16,64,128,512,2048,8192")
     parser.add_argument("--iters", type=int, default=10)
-    parser.add_argument("--prefill-activations", choices=("16bit", "fp8"), default="16bit")
+    parser.add_argument("--prefill-activations", choices=("auto", "16bit", "fp8"), default="auto")
     parser.add_argument("--png", help="plot (needs matplotlib)")
     args = parser.parse_args()
     rows, rate = Rows("ttft"), matrix_rate()
@@ -137,7 +132,7 @@ def main() -> None:
     for text in args.deployments:
         begin = time.perf_counter()
         try:
-            curves[f"{text} {args.prefill_activations}"] = measure(rows, args, text, rate)
+            curves[text] = measure(rows, args, text, rate)
         except Exception as e:  # one broken deployment must not cost the card time of the others
             print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
         print(f"  {time.perf_counter() - begin:.0f} s", flush=True)

@@ -1,0 +1,90 @@
+"""What a step costs with more rows and with sampling controls, on the card.
+
+    python -m bench.batch qwen2.5-72b:fp8:1 qwen2.5-7b:fp8:1
+
+Dummy weights, 512-token prompts. Rows: `rows` sequences at once, tokens/s of all together and over one row's. Controls:
+one sequence, time per token over the greedy one's in the same engine (temperature alone runs in the step's own graph,
+the others add the tail's launches).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+from bench.deployment import facts, parse, roof_share
+from bench.rows import Rows
+from engine.config import preset
+from engine.runtime import create_executor
+from engine.sampling import GREEDY, Controls, Draw
+
+PROMPT = 512
+DRAWS = {
+    "greedy": GREEDY,
+    "temperature": Draw(0.8, 7),
+    "top-k 50, top-p 0.9": Draw(0.8, 7, Controls(top_k=50, top_p=0.9)),
+    "penalties": Draw(0.8, 7, Controls(repetition_penalty=1.1, presence_penalty=0.5)),
+}
+
+
+def step_s(executor, slots: list[int], draw: Draw, steps: int) -> float:
+    """Seconds a decode step of `slots`, prompts and the first step apart; steps are queued ahead of the reads."""
+    for slot in slots:
+        ids = [(i * 7919 + 31 * slot + 13) % 150000 for i in range(PROMPT)]
+        executor.read(executor.prefill(slot, ids, 0, draw))
+    executor.read(executor.decode(slots))
+    begin, handles, queued = time.perf_counter(), [], 0
+    for _ in range(steps):
+        while queued < steps and len(handles) < executor.max_in_flight:
+            handles.append(executor.decode(slots))
+            queued += 1
+        executor.read(handles.pop(0))
+    return (time.perf_counter() - begin) / steps
+
+
+def measure(rows: Rows, text: str, steps: int, iters: int) -> None:
+    """The rows of one deployment."""
+    config = parse(text, max_num_seqs=8, max_model_len=2048)
+    executor = create_executor(config, preset(text.split(":")[0]))
+    named = dict(facts(config), context=PROMPT)
+    roof = executor.stats()["roof"]
+
+    def median(slots: list[int], draw: Draw) -> float:
+        return statistics.median(step_s(executor, slots, draw, steps) for _ in range(iters))
+
+    try:
+        one = median([0], GREEDY)
+        for count in (1, 2, 4, 8):
+            took = median(list(range(count)), GREEDY)
+            share = roof_share(roof, count * (PROMPT + steps / 2), took)
+            rows.add("batch_tok_s", count / took, "tok/s", share=share, rows=count, **named)
+            print(f"{text} rows {count}: step {took * 1e3:.3f} ms, {count / took:.1f} tok/s together, "
+                  f"{one / took * count:.2f} x one row, {share:.3f} of the roof", flush=True)  # fmt: skip
+        for name, draw in DRAWS.items():
+            took = median([0], draw)
+            rows.add("sampling_cost", took / one, "x greedy", algorithm=name, **named)
+            print(f"{text} {name}: step {took * 1e3:.3f} ms, {took / one:.4f} x greedy", flush=True)
+    finally:
+        executor.close()
+
+
+def main() -> None:
+    """Deployments as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("deployments", nargs="+")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps of a timing")
+    parser.add_argument("--iters", type=int, default=3)
+    args = parser.parse_args()
+    rows = Rows("batch")
+    for text in args.deployments:
+        try:
+            measure(rows, text, args.steps, args.iters)
+        except Exception as e:  # one broken deployment must not cost the card time of the others
+            print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
+
+
+if __name__ == "__main__":
+    main()
