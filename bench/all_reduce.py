@@ -9,6 +9,7 @@ hangs. Sections, in order, each skipped with a line once --time-limit is spent:
   expiry       a rank that never pushes: the status, then recovery; the host's interrupt
   virtual      every algorithm with 2, 4 and 8 ranks on ONE device, in lockstep on its stream, 1 KB to
                1 MB (--virtual: this section alone)
+  tune         the best algorithm of each size to autotune_cache/ (only if named; one rank a device)
   baselines    NCCL and torch symm_mem in one process a device (--baselines)
 Rows go to $OUT/all_reduce.json (bench/rows.py), a table to the terminal. Exit 1 if a check failed.
 The long run is bench/all_reduce_soak.py.
@@ -26,6 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import date
+from typing import Any
 
 import torch
 
@@ -33,7 +36,9 @@ from bench.all_reduce_group import FORMS, Group, copy_kernel
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig, heuristic
 from engine.runtime.links import describe, probe_links
+from engine.tune import choose
 
+TUNED_FORMS = {"lamport": "lamport_own_slot", "two_shot": "two_shot_split", "flag": "flag_split"}
 SIZES = [1 << k for k in (10, 12, 14, 16, 18, 20, 22, 23, 24)]
 LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way (measured.md)
 CALLS = 160  # all-reduces of a decode replay (80 layers)
@@ -145,11 +150,14 @@ def floor_us(bench: Bench, group: Group, calls: int, pdl: bool) -> float:
     return statistics.median(timed(group, group.capture(body), calls))
 
 
-def latency(bench: Bench, form: str, world: int, nbytes: int, pdl: bool) -> float:
+def latency(
+    bench: Bench, form: str, world: int, nbytes: int, pdl: bool, config: AllReduceConfig | None = None
+) -> float:  # fmt: skip
     """Median us a call; one row."""
     calls = 160 if nbytes <= 1 << 16 else 40 if nbytes <= 1 << 20 else 8
-    base = heuristic(world, nbytes)
-    config = base if not form.startswith("flag") else AllReduceConfig("flag")
+    if config is None:
+        base = heuristic(world, nbytes)
+        config = base if not form.startswith("flag") else AllReduceConfig("flag")
     group = Group(form, world, bench.devices, nbytes, pdl=pdl, config=config)
     group.preload()
     replay = group.capture(lambda device: calls_of(group, device, calls))
@@ -189,6 +197,53 @@ def latency_table(bench: Bench, world: int, forms: list[str], sizes: list[int]) 
                     continue
                 cells.append(f"{latency(bench, form, world, nbytes, pdl):.2f}".rjust(22))
         bench.say(f"{nbytes:9d}" + "".join(cells))
+
+
+def best_entry(times: dict[AllReduceConfig, float]) -> dict[str, Any]:
+    """The tuned cache's entry of one message size, from us by configuration (NaN: it failed)."""
+    ranked = sorted((us, i) for i, us in enumerate(times.values()) if us == us)
+    configs = list(times)
+    entry = {
+        "config": configs[ranked[0][1]],
+        "us": round(ranked[0][0], 3),
+        "date": str(date.today()),
+    }
+    if len(ranked) > 1:
+        us, second = ranked[1]
+        entry["runner_up"] = {"config": str(configs[second]), "us": round(us, 3)}
+    return entry
+
+
+def tune(bench: Bench, world: int) -> None:
+    """Every size by every algorithm in the forms that the engine launches; the best go to the tuned cache, where
+    `engine.tune.choose` finds them."""
+    if world > len(bench.devices):
+        bench.check(False, "tune: virtual ranks cross no link; it needs one rank a device")
+        return
+    name = torch.cuda.get_device_name(0)
+    choose.set_target(name, torch.cuda.get_device_properties(0).multi_processor_count)
+    entries = {}
+    for nbytes in (1 << k for k in range(11, 26)):
+        if bench.late(f"tune from {nbytes} B"):
+            break
+        times = {}
+        for algorithm, form in TUNED_FORMS.items():
+            for block, warps in ((128, 4), (256, 8)):
+                if algorithm != "flag" or nbytes <= 1 << 20:
+                    config = AllReduceConfig(algorithm, block=block, num_warps=warps, programs=128)
+                    times[config] = latency(bench, form, world, nbytes, True, config)
+        if all(us != us for us in times.values()):
+            break  # spins expired: `latency` has said so
+        key = choose.key_string("all_reduce", {"world": world, "nbytes": nbytes})
+        entries[key] = best_entry(times)
+    path = choose.save_entries(
+        "all_reduce", name, entries, choose.metadata("all_reduce"), replace=True
+    )
+    for key, entry in entries.items():
+        bench.say(
+            f"{key}: {entry['config'].algorithm} {entry['us']} us; then {entry.get('runner_up')}"
+        )
+    bench.say(f"tuned cache: {path}")
 
 
 def expiry(bench: Bench, world: int) -> None:
@@ -317,6 +372,8 @@ def main() -> int:
         bench.say(f"launch floor (copy of 16 KB): {floors[0]:.2f} us, PDL {floors[1]:.2f} us")
         bench.add("all_reduce_us", floors[0], "us", group, "copy_kernel")
         latency_table(bench, world, forms, SIZES)
+    if "tune" in sections and not bench.late("tune"):
+        tune(bench, world)
     if "expiry" in sections and not bench.late("expiry"):
         expiry(bench, world)
     if "virtual" in sections:

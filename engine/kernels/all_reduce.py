@@ -60,8 +60,11 @@ __all__ = [
     "push",
 ]
 
-# What a tuned entry depends on (engine/tune).
-SOURCES = ("all_reduce.py", "messages.py", "packed.py", "sync.py")
+# What a tuned entry depends on, and the field along which a near one serves (engine/tune).
+SOURCES = (
+    "all_reduce.py", "flag_all_reduce.py", "messages.py", "packed.py", "sync.py", "two_shot.py",
+)  # fmt: skip
+NEAREST_FIELD = "nbytes"
 ALGORITHMS = ("lamport", "flag", "two_shot", "nccl")
 
 

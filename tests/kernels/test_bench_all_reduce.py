@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from bench import all_reduce_soak
+from bench.all_reduce import best_entry
 from bench.all_reduce_group import FORMS, Group
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
+from engine.tune import choose
 
 
 @pytest.mark.parametrize("form", [form for form, fused in FORMS.items() if not fused])
@@ -91,3 +93,31 @@ def test_soak_sizes_and_decay():
     steady = all_reduce_soak.Outcome(1, 0, True, [0] * 8, [5.0] * 9 + [5.09])
     decayed = all_reduce_soak.Outcome(1, 0, True, [0] * 8, [5.0] * 9 + [5.11])
     assert steady.steady and not decayed.steady
+
+
+def test_best_of_a_sweep_is_what_the_engine_chooses(tmp_path):
+    one, two, flag = (
+        AllReduceConfig(name, programs=128) for name in ("lamport", "two_shot", "flag")
+    )
+    small = best_entry({one: 2.41, two: 5.2, flag: float("nan")})
+    assert (
+        small["config"] == one
+        and small["us"] == 2.41
+        and "two_shot" in small["runner_up"]["config"]
+    )
+    keys = [choose.key_string("all_reduce", {"world": 2, "nbytes": n}) for n in (1 << 14, 1 << 21)]
+    try:
+        choose.set_target("NVIDIA H200", 132, tmp_path)
+        entries = dict(zip(keys, (small, best_entry({one: 9.0, two: 8.0}))))
+        choose.save_entries("all_reduce", "NVIDIA H200", entries, choose.metadata("all_reduce"))
+
+        def chosen(nbytes):
+            return choose.choose("all_reduce", {"world": 2, "nbytes": nbytes}).algorithm
+
+        # The heuristic never takes two-shot at two ranks: this is the cache, and what is near its sizes.
+        assert [chosen(n) for n in (1 << 14, 7168, 1 << 21, 3 << 20)] == [
+            "lamport", "lamport", "two_shot", "two_shot",
+        ]  # fmt: skip
+        assert chosen(64 << 20) == "lamport"
+    finally:
+        choose.set_target("NVIDIA H200", 132)
