@@ -181,6 +181,7 @@ def create_gpu_executor(
 
     only: compile just these graphs (tuning).
     """
+    from engine.runtime import nccl
     from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
     from engine.runtime.exchange import graph_exchange
     from engine.runtime.gpu import GpuExecutor, compile_graphs, compile_tails
@@ -205,6 +206,8 @@ def create_gpu_executor(
             force = None if engine.all_reduce == "auto" else engine.all_reduce
             transport = choose_transport(probe_links(sorted(set(indices))), indices, force)
             algorithms = transport.algorithms
+            if transport.name == "nccl":
+                nccl.require()
             log.info("all-reduce: %s (%s)", "/".join(algorithms), transport.reason)
     with phases.phase("check"):
         table = _fit(engine, model, devices, buckets, algorithms)

@@ -13,6 +13,17 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.errors import EngineError
+
+
+def require() -> None:
+    """EngineError if this torch has no NCCL."""
+    if not hasattr(torch._C, "_nccl_all_gather"):
+        raise EngineError(
+            f"the GPUs cannot reach each other's memory and torch {torch.__version__} is built without NCCL; "
+            "choose GPUs that reach each other (CUDA_VISIBLE_DEVICES), --tp 1, or a torch with NCCL"
+        )
+
 
 def all_gather_in_place(
     buffers: Sequence[torch.Tensor], streams: Sequence[torch.cuda.Stream]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from engine.config import preset, with_layers
+from engine.errors import EngineError
 from engine.graph.build import build
+from engine.graph.capture import Program
 from engine.graph.inspect import meta_launches
 from engine.graph.ir import SENDS, WAITS, Graph
+from engine.graph.lower import Launch
 from engine.graph.passes import run_passes
 from engine.graph.tail import sampling_tail
 from engine.kernels.all_reduce import AllReduceConfig
+from engine.runtime import nccl
 from engine.runtime.exchange import (
     EXCHANGE_SLOTS,
     exchange_sizes,
@@ -151,6 +156,53 @@ def test_nccl_carries_the_samplers_messages_too():
     assert step[-3:] == ["argmax_push", "nccl_gather", "argmax_poll"]
     plain, _ = sampling_tail(preset("qwen2.5-7b"), phase="decode", rows=2, tp=2)
     assert "nccl_gather" not in {op.kind for op in plain.ops}
+
+
+def test_a_program_is_captured_in_pieces_between_carried_messages(monkeypatch):
+    """Columns 2 and 5 of six are NCCL's: a graph before, between and never an empty one behind."""
+    ran = []
+
+    class Piece:
+        def __init__(self, columns):
+            self.columns = columns
+
+        def replay(self):
+            ran.append(list(self.columns))
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(
+        Program, "_capture_columns", lambda self, columns: [("stream", Piece(columns))]
+    )
+    monkeypatch.setattr(
+        nccl, "all_gather_in_place", lambda buffers, streams: ran.append([int(b) for b in buffers])
+    )
+
+    def line(rank):
+        def item(i):
+            messages = torch.tensor(100 * i + rank) if i in (2, 5) else None
+            return Launch(None, "", None, 0, "", lambda: ran.append((i, rank)), None, messages)
+
+        return [item(i) for i in range(6)]
+
+    program = Program([line(0), line(1)], ["stream", "stream"])
+    program.run_eager()
+    both = [(i, rank) for i in (0, 1) for rank in (0, 1)]
+    assert ran == [*both, [200, 201], (3, 0), (3, 1), (4, 0), (4, 1), [500, 501]]
+    ran.clear()
+    program.capture()
+    assert program.captured
+    program.replay()
+    assert ran == [[0, 1], [200, 201], [3, 4], [500, 501]]
+    program.free()
+    assert not program.captured
+
+
+def test_torch_without_nccl_is_said_before_any_work():
+    if hasattr(torch._C, "_nccl_all_gather"):
+        nccl.require()
+    else:
+        with pytest.raises(EngineError, match="built without NCCL"):
+            nccl.require()
 
 
 def test_buffers_follow_the_algorithm():

@@ -90,6 +90,14 @@ def test_table_adds_up_and_prints():
         assert line in text
     assert f"{need.total / GIB:.2f} GiB" in text
     assert "139.0 GiB at 0.90" in text
+    assert "exchange" not in text
+    shared = fit(
+        devices=2, tp=2, max_model_len=8192, num_slots=8, workspace_bytes=GIB, exchange_bytes=GIB // 4,
+        graph_bytes=GIB // 2,
+    )  # fmt: skip
+    assert shared.need.total == need.total + GIB // 4
+    assert shared.largest_context < table.largest_context
+    assert re.search(r"exchange between ranks +0\.25 GiB", str(shared))
 
 
 def test_the_error_of_the_issue():
