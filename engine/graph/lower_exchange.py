@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,15 +46,20 @@ class ExchangeOps:
             rank=rank.index, world=rank.world, call_site=op.attrs["site"],
         )  # fmt: skip
 
+    def _phase(self, op: Op, function: Callable[..., None], phase: str, *args: Any) -> Launch:
+        """One launch of an algorithm that names its launches."""
+        rank = self.rank
+        return self._launch(
+            op, function, *args, rank=rank.index, world=rank.world, call_site=op.attrs["site"],
+            phase=phase, detail=f"+{phase}",
+        )  # fmt: skip
+
     def _two_shot(
         self, op: Op, phase: str, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
     ) -> Launch:
         rank, slot = self.rank, self._slot(op)
-        return self._launch(
-            op, two_shot, x, rank.exchange, rank.peer_table, slot, slot, residual, out, rank.status,
-            rank=rank.index, world=rank.world, call_site=op.attrs["site"], phase=phase,
-            detail=f"+{phase}",
-        )  # fmt: skip
+        where = rank.exchange, rank.peer_table, slot, slot
+        return self._phase(op, two_shot, phase, x, *where, residual, out, rank.status)
 
     def _two_shot_scatter(self, op: Op) -> Launch:
         x = self._in(op, "x")
@@ -68,23 +73,15 @@ class ExchangeOps:
         out = self.tensors[op.out]
         return self._two_shot(op, "gather", out, None, out)
 
-    def _flag(
-        self, op: Op, phase: str, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
-    ) -> Launch:
-        rank = self.rank
-        return self._launch(
-            op, flag_all_reduce, x, rank.flag_table, residual, out, rank.status, rank.flag_space,
-            rank=rank.index, world=rank.world, call_site=op.attrs["site"], phase=phase,
-            detail=f"+{phase}",
-        )  # fmt: skip
-
     def _flag_publish(self, op: Op) -> Launch:
-        x = self._in(op, "x")
-        return self._flag(op, "publish", x, None, x)
+        rank, x = self.rank, self._in(op, "x")
+        what = x, rank.flag_table, None, x, rank.status, rank.flag_space
+        return self._phase(op, flag_all_reduce, "publish", *what)
 
     def _flag_reduce(self, op: Op) -> Launch:
-        out = self.tensors[op.out]
-        return self._flag(op, "reduce", out, self._in(op, "residual"), out)
+        rank, out = self.rank, self.tensors[op.out]
+        what = out, rank.flag_table, self._in(op, "residual"), out, rank.status, rank.flag_space
+        return self._phase(op, flag_all_reduce, "reduce", *what)
 
     def _nccl_gather(self, op: Op) -> Launch:
         rank, size = self.rank, value_bytes(op.out, self.rank.dtype.itemsize)
