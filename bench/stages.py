@@ -41,7 +41,7 @@ def measure(rows: Rows, deployment: Deployment, layers: int | None) -> None:
             total += max(stage.us)
             rows.add("stage_added_us", added, "us", algorithm=stage.stage, bytes=roof.bytes // stage.calls,
                      share=roof.us / stage.calls / added if added > 0 else None, **facts)  # fmt: skip
-            kept = f"; {stage.kept_sends} bare pushes kept" if stage.kept_sends else ""
+            kept = f"; {stage.kept} bare pushes or polls kept" if stage.kept else ""
             print(
                 f"  {stage.stage:<11} x{stage.calls:<3} adds {added:7.2f} us a call, roof "
                 f"{roof.us / stage.calls:7.2f} us ({roof.bytes / stage.calls / 1e6:.2f} MB){kept}",

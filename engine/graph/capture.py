@@ -12,21 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from engine.graph.ir import SENDS, WAITS
 from engine.graph.lower import Launch
+from engine.kernels.sync import ABORT_INTERRUPTED
 from engine.runtime import nccl
 
 Captured = list[tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]]  # a graph a device
 
 
-def is_send(launch: Launch) -> bool:
-    """Whether the launch writes into the peers' memory."""
-    return launch.op.kind in SENDS or launch.op.attrs.get("epilogue") == "push"
-
-
 def _site(launch: Launch) -> object:
     """What pairs a send with its wait: the all-reduce's number, "sampling", or None for other launches."""
-    if is_send(launch) or launch.op.kind in WAITS:
+    if launch.op.is_send or launch.op.is_wait:
         return launch.op.attrs.get("site", "sampling")
     return None
 
@@ -113,20 +108,25 @@ def carry(column: Sequence[Launch], streams: Sequence[torch.cuda.Stream]) -> Non
 
 
 def warm(
-    programs: Iterable[Program], streams: Sequence[torch.cuda.Stream], threads: int = 8
+    programs: Iterable[Program],
+    streams: Sequence[torch.cuda.Stream],
+    status: torch.Tensor,
+    threads: int = 8,
 ) -> int:
     """Compile and load every kernel that the programs use, on every device; returns how many keys.
 
-    All but the waits are compiled first, in parallel threads. Those that send or wait then run in order
-    with a synchronisation after each, because loading a module waits for the device and must not find a
-    spinning kernel there. State and exchange buffers are left dirty: reset them afterwards.
+    All but the kernels that only wait are compiled first, in parallel threads; meanwhile `status`, the ranks'
+    words of kernels/sync.py, ends the spin of a GEMV that polls at once. Those that send or wait then run in
+    order with a synchronisation after each, because loading a module waits for the device and must not find
+    a spinning kernel there. State and exchange buffers are left dirty: reset them afterwards.
     """
     devices = sorted({stream.device.index for stream in streams})
     first: dict[str, tuple[Launch, torch.cuda.Stream]] = {}
     programs = list(programs)
     for program in programs:
         for launch in program.launches[0]:
-            if launch.op.kind not in WAITS and launch.messages is None:
+            only_waits = launch.op.is_wait and not launch.op.polls
+            if not only_waits and launch.messages is None:
                 first.setdefault(launch.key, (launch, program.streams[0]))
 
     def run(item: tuple[Launch, torch.cuda.Stream]) -> None:
@@ -139,8 +139,12 @@ def warm(
         torch.zeros(1, device=item[1].device)
         run(item)
 
+    status[0] = ABORT_INTERRUPTED
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
         list(pool.map(compile_one, first.values()))
+    for device in devices:
+        torch.cuda.synchronize(device)
+    status.zero_()
 
     seen: set[tuple[str, int]] = set()
     for program in programs:

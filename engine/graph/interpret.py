@@ -150,8 +150,14 @@ class Interpreter:
             self._read(op, "x", rank), self._read(op, "weight", rank), op.attrs["eps"]
         )
 
-    def _linear(self, op: Op, rank: int) -> torch.Tensor | None:
+    def _linear(self, op: Op, rank: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         x = self._read(op, "x", rank)
+        if not op.polls:
+            return self._product(op, rank, x)
+        hidden = (self._sum(op.input("message")) + x).to(x.dtype)
+        return self._product(op, rank, hidden), hidden
+
+    def _product(self, op: Op, rank: int, x: torch.Tensor) -> torch.Tensor:
         if op.find("norm") is not None:
             x = rmsnorm_ref(x, self._read(op, "norm", rank), op.attrs["norm_eps"])
         if op.find("x_scale") is not None:

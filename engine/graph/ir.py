@@ -25,7 +25,8 @@ OP_KINDS: dict[str, str] = {
     "rmsnorm": "y = x / rms(x) * weight",
     "linear": "y[n,N] = x[n,K] @ w[N,K]^T (+ bias); attrs norm_eps: x is RMS-normalised with the "
     "norm weight first; epilogue: store | silu_mul | rope_append | residual | push; with an x_scale "
-    "[n], x is FP8",
+    "[n], x is FP8; with a message, x is the residual: h = x + the message summed over ranks takes "
+    "its place and is the second output",
     "quantize_rows": "y, scale[n] = x / scale as FP8, max |x| / 448 of each row",
     "rmsnorm_quantize": "the same of rmsnorm(x)",
     "head_norm": "y = x / rms(x) * weight over each head of q or k (QK-norm)",
@@ -108,9 +109,23 @@ class Op:
 
     @property
     def out(self) -> Value:
-        """The only output."""
-        (value,) = self.outputs
-        return value
+        """The output; of an op with several, the first."""
+        return self.outputs[0]
+
+    @property
+    def is_send(self) -> bool:
+        """Whether other ranks depend on it: it writes into their memory."""
+        return self.kind in SENDS or self.attrs.get("epilogue") == "push"
+
+    @property
+    def polls(self) -> bool:
+        """Whether it is a linear that waits for an all-reduce itself: outputs (y, hidden state)."""
+        return self.kind == "linear" and self.find("message") is not None
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether it depends on other ranks' sends."""
+        return self.kind in WAITS or self.polls
 
 
 def make_op(

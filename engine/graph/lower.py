@@ -69,7 +69,9 @@ class _Lowering(ExchangeOps):
         self.tensors = {
             value: self._tensor(value, offset) for value, offset in buffers.offsets.items()
         }
-        sites = [op.attrs["site"] for op in graph.ops if "site" in op.attrs]
+        sites = [
+            op.attrs["site"] for op in graph.ops if "site" in op.attrs and "slots" not in op.attrs
+        ]
         # Sites alternate between two slots, also across replays and graphs: so their number is even.
         assert not sites or max(sites) % EXCHANGE_SLOTS == EXCHANGE_SLOTS - 1, sites[-1]
 
@@ -187,7 +189,8 @@ class _Lowering(ExchangeOps):
         norm = self._in(op, "norm") if op.find("norm") is not None else None
         return self._launch(
             op, gemv, x, loaded.weight, epilogue, **shared, norm_weight=norm,
-            eps=op.attrs.get("norm_eps", 0.0), detail=detail,
+            eps=op.attrs.get("norm_eps", 0.0), poll=self._poll(op),
+            detail=f"{detail}+Poll" if op.polls else detail,
         )  # fmt: skip
 
     def _epilogue(self, op: Op) -> Epilogue:

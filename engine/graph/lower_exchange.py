@@ -11,6 +11,8 @@ from engine.graph.ir import Op, Value
 from engine.graph.plan import value_bytes
 from engine.kernels import all_reduce
 from engine.kernels.flag_all_reduce import flag_all_reduce
+from engine.kernels.gemv_poll import Poll
+from engine.kernels.slots import clear_slot
 from engine.kernels.two_shot import two_shot
 from engine.runtime.exchange import EXCHANGE_SLOTS
 
@@ -29,7 +31,31 @@ class ExchangeOps:
     _joint: Callable[[Op, torch.Tensor], Launch]
 
     def _slot(self, op: Op) -> int:
+        if "slots" in op.attrs:
+            return self._polled_slot(op.attrs["site"] % op.attrs["slots"])
         return (op.attrs["site"] % EXCHANGE_SLOTS) * self.rank.exchange_slot_bytes
+
+    def _polled_slot(self, number: int) -> int:
+        """Byte offset of a slot that GEMVs poll: they lie behind the alternating ones."""
+        rank = self.rank
+        return EXCHANGE_SLOTS * rank.exchange_slot_bytes + number * rank.polled_slot_bytes
+
+    def _clear(self, op: Op) -> int:
+        """The slot that a wait re-arms: its own, which one program reads, or that of two calls on."""
+        if "slots" in op.attrs:
+            return self._polled_slot(clear_slot(op.attrs["site"], op.attrs["slots"]))
+        return self._slot(op)
+
+    def _poll(self, op: Op) -> Poll | None:
+        """The all-reduce that a GEMV waits for itself."""
+        if not op.polls:
+            return None
+        rank = self.rank
+        assert rank.exchange is not None
+        return Poll(
+            rank.exchange, self._slot(op), self._clear(op), self.tensors[op.outputs[1]], rank.status,
+            rank.index, rank.world, op.attrs["site"],
+        )  # fmt: skip
 
     def _push(self, op: Op) -> Launch:
         rank = self.rank
@@ -39,9 +65,9 @@ class ExchangeOps:
         )  # fmt: skip
 
     def _poll_residual(self, op: Op) -> Launch:
-        rank, slot = self.rank, self._slot(op)
+        rank = self.rank
         return self._launch(
-            op, all_reduce.poll_residual, rank.exchange, slot, slot,
+            op, all_reduce.poll_residual, rank.exchange, self._slot(op), self._clear(op),
             self._in(op, "residual"), self.tensors[op.out], rank.status,
             rank=rank.index, world=rank.world, call_site=op.attrs["site"],
         )  # fmt: skip

@@ -59,6 +59,7 @@ def _check_op(op: Op, tp: int, where: str) -> None:
             "silu_mul": n // 2,
             "rope_append": op.attrs.get("num_heads", 0) * op.attrs.get("head_dim", 0),
         }.get(epilogue, n)
+        _check_polled(op, where)
         if k != k_weight or op.out.shape != (rows, out):
             raise GraphError(
                 f"{where}: x {shapes['x']} @ w {shapes['w']} -> {op.out.shape} ({epilogue})"
@@ -105,6 +106,22 @@ def _check_sum(op: Op, where: str) -> None:
     expected = "partial" if op.kind in SENDS else "replicated"
     if op.out.sharding != expected:
         raise GraphError(f"{where}: its result is {expected}, not {op.out.sharding}")
+
+
+def _check_polled(op: Op, where: str) -> None:
+    """A linear that polls has a second output, the hidden state, and sends nothing itself."""
+    if len(op.outputs) != 1 + op.polls:
+        raise GraphError(f"{where}: {len(op.outputs)} outputs")
+    if not op.polls:
+        return
+    message, hidden = op.input("message"), op.outputs[1]
+    if not message.shape == hidden.shape == op.input("x").shape:
+        raise GraphError(f"{where}: {message.shape} + {op.input('x').shape} -> {hidden.shape}")
+    _check_partial(message, where)
+    if hidden.sharding != "replicated" or op.input("x").sharding != "replicated":
+        raise GraphError(f"{where}: the residual stream is replicated")
+    if op.is_send:
+        raise GraphError(f"{where}: a launch that waits in its prologue must not send")
 
 
 def _check_partial(value: Value, where: str) -> None:

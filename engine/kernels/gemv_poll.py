@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 
 from engine.errors import EngineError
 from engine.kernels.packed import high_half, low_half, spread_words, sum_messages, sum_word
+from engine.kernels.slots import lamport_slots
 from engine.kernels.sync import DEFAULT_LIMIT_US, SENTINEL_16, load16, push16, wait_messages
 from engine.kernels.sync_parts import wait_parts
 
@@ -39,6 +40,14 @@ MOST_LOADS = tl.constexpr(8)  # 16-byte loads of a thread in flight together: 32
 def polls_in_prologue(world: int, rows: int, hidden: int) -> bool:
     """Whether the consumer of an all-reduce of [rows, hidden] 16-bit values polls it. Bits are equal either way."""
     return world > 1 and hidden % 8 == 0 and world * rows * hidden * 2 <= MOST_BYTES
+
+
+def polled_slots(world: int, rows: int, hidden: int, calls: int) -> int:
+    """Slots of a step's `calls` all-reduces if their consumers poll (slots.py); 0: they do not. Every call of a
+    step is polled by its consumer or none, and two calls have no third slot to re-arm."""
+    if calls <= 2 or not polls_in_prologue(world, rows, hidden):
+        return 0
+    return lamport_slots(calls)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,20 @@ the same replay uses in call i + 2; the first two slots of a replay are re-armed
 two polls. (The model checks it.) The engine's buffers use S = 2, which any even number of calls
 divides; it pays for the re-arm after the poll instead of in the time of flight.
 
+**Polls in a consumer's prologue** (gemv_poll.py): every program of poll a reads the whole message, so
+no program may re-arm its own slot, and the other of two slots is one that a peer may be writing: S >= 3,
+each program re-arms a share of the slot of call i + 2. Such calls have slots of their own, S a divisor
+of their number in a step (`polled_slots`), and a step has all its all-reduces polled so or none: then
+they alone rotate without a gap over replays, whatever the number of rows. What lies between two of
+them, prefill chunks, steps with separate polls, the sampling exchange, are exchanges in other slots
+that all ranks make in the same order: counted in, they make no distance above smaller, since a < i < b
+and i + 1 < b hold in the numbers of the polled calls alone. Sharing the two slots of the separate
+polls, or a rotation with a graph of another number of calls, is what the model catches.
+
+Ranks that share a device run op by op on one stream: all pushes of a call before any rank's poll of
+it, fused or not (a GEMV that polls sends nothing: graph/verify.py). So a poll spins only behind
+complete pushes of its own device, and the argument of all_reduce.py holds as it stands.
+
 One collective in flight per workspace, one stream per rank.
 """
 

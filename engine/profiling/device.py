@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.graph.ir import Graph, Value, make_op
+from engine.graph.ir import Graph, Op, Value, make_op
 from engine.graph.plan import BufferPlan, value_bytes
 
 if TYPE_CHECKING:
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from engine.graph.lower import Launch
     from engine.runtime.gpu import GpuExecutor
+
+StandIns = dict[tuple[str, int], "Launch"]
 
 REPLAYS = 24  # per timing; the KV of a slot must have room for so many steps beyond the context
 PREFILL_REPLAYS = 5  # a prefill step takes milliseconds
@@ -51,8 +53,8 @@ class Device(Protocol):
     def event(self) -> Event:
         """A new event to record while a program is captured."""
 
-    def stand_ins(self) -> list[dict[int, Launch]]:
-        """Per rank, site -> a bare push that sends what the fused push of that site sends."""
+    def stand_ins(self) -> list[StandIns]:
+        """Per rank, what takes the place of an op that sends or awaits an all-reduce (`stand_in`)."""
 
 
 class GpuDevice:
@@ -108,18 +110,21 @@ class GpuDevice:
             program.replay()
         self.synchronize()
 
-    def stand_ins(self) -> list[dict[int, Launch]]:
+    def stand_ins(self) -> list[StandIns]:
         from engine.graph.capture import warm
         from engine.graph.lower import lower
 
         if not any(op.attrs.get("epilogue") == "push" for op in self.graph.ops):
             return [{} for _ in self.executor.ranks]
-        graph, buffers = bare_pushes(self.graph, self.executor.ranks[0].dtype.itemsize)
+        graph, buffers = bare_exchanges(self.graph, self.executor.ranks[0].dtype.itemsize)
         ranks = self.executor.ranks
         pdl = len({rank.device for rank in ranks}) == len(ranks)  # as the engine decides
         lines = [lower(graph, buffers, rank, pdl) for rank in ranks]
-        warm([self.program(lines)], self.executor.streams)  # loaded before anything may spin
-        return [{launch.op.attrs["site"]: launch for launch in line} for line in lines]
+        # Loaded before anything may spin.
+        warm([self.program(lines)], self.executor.streams, ranks[0].status)
+        return [
+            {(launch.op.kind, launch.op.attrs["site"]): launch for launch in line} for line in lines
+        ]
 
     def rewind(self) -> None:
         """Protocol state re-armed, every slot back at the context's length, the prompt in place."""
@@ -141,20 +146,36 @@ class GpuDevice:
             stream.synchronize()
 
 
-def bare_pushes(graph: Graph, act_bytes: int) -> tuple[Graph, BufferPlan]:
-    """A graph of stand-alone pushes, one for each fused push of `graph`: same site, message and stage.
+def stand_in(op: Op) -> tuple[str, int] | None:
+    """(kind, site) of the bare launch that stays when `op` is left out: the push that its peers wait for, or the
+    poll that keeps the slots going round."""
+    kind = "poll_residual" if op.polls else "push" if op.attrs.get("epilogue") == "push" else None
+    return None if kind is None else (kind, op.attrs["site"])
 
-    They read the arena's start: what is sent does not matter here, only how much.
+
+def bare_exchanges(graph: Graph, act_bytes: int) -> tuple[Graph, BufferPlan]:
+    """A graph of stand-alone pushes and polls, one for each fused one of `graph`: same site, message and stage.
+
+    They read and write the arena's start: what is sent does not matter here, only how much.
     """
     ops, offsets, size = [], {}, 0
     for op in graph.ops:
-        if op.attrs.get("epilogue") != "push":
+        key = stand_in(op)
+        if key is None:
             continue
-        source = Value(f"{op.out.name}_source", op.out.shape)
-        offsets[source] = 0
-        size = max(size, value_bytes(source, act_bytes))
-        attrs = {"site": op.attrs["site"]}
-        ops.append(make_op("push", op.out, op.stage, op.layer, attrs, x=source))
+        message = op.input("message") if op.polls else op.out
+        local = Value(f"{message.name}_{key[0]}", message.shape)
+        offsets[local] = 0
+        size = max(size, value_bytes(local, act_bytes))
+        attrs: dict[str, Any] = {
+            name: value for name, value in op.attrs.items() if name in ("site", "slots")
+        }
+        if op.polls:
+            inputs = {"message": message, "residual": op.input("x")}
+            offsets[op.input("x")] = 0
+            ops.append(make_op(key[0], local, op.stage, op.layer, attrs, **inputs))
+        else:
+            ops.append(make_op(key[0], message, op.stage, op.layer, attrs, x=local))
     whole = Graph(graph.phase, graph.rows, graph.tp, graph.model, tuple(ops), {}, None)
     return whole, BufferPlan(offsets, size)
 

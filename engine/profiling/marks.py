@@ -32,6 +32,7 @@ class Segment:
     first: int
     last: int
     calls: dict[str, int]  # launches by stage
+    waits: bool = False  # whether an all-reduce is awaited in it
 
     @property
     def is_span(self) -> bool:
@@ -58,14 +59,15 @@ def segments(line: Sequence[Launch], every: int) -> list[Segment]:
     found: list[Segment] = []
     for index, launch in enumerate(line):
         layer, stage = launch.op.layer, launch.op.stage
+        waits = launch.op.is_wait and "site" in launch.op.attrs
         marked = layer is None or layer % every == every // 2
         name = stage if marked else SPAN
         last = found[-1] if found else None
         if last is not None and last.stage == name and (not marked or last.layer == layer):
             calls = {**last.calls, stage: last.calls.get(stage, 0) + 1}
-            found[-1] = replace(last, last=index, calls=calls)
+            found[-1] = replace(last, last=index, calls=calls, waits=last.waits or waits)
         else:
-            found.append(Segment(name, layer, index, index, {stage: 1}))
+            found.append(Segment(name, layer, index, index, {stage: 1}, waits))
     return found
 
 
@@ -192,7 +194,7 @@ def skew(result: Marked) -> Skew | None:
     spreads, late = [], [0] * len(result.samples)
     for steps in zip(*result.samples):  # one sample, all ranks
         for same in zip(*steps):  # one segment, all ranks
-            if same[0].segment.stage != "all_reduce":
+            if same[0].segment.is_span or not same[0].segment.waits:
                 continue
             waits = [interval.us for interval in same]
             spreads.append(max(waits) - min(waits))

@@ -50,7 +50,8 @@ def _timeline(profile: PhaseProfile, rank: int) -> list[dict[str, Any]]:
 
 
 def _first_exchange(line: Sequence[Any]) -> float:
-    return next((i.end_us for i in line if i.segment.stage == "all_reduce"), 0.0)
+    marked = (i for i in line if i.segment.waits and not i.segment.is_span)
+    return next((i.end_us for i in marked), 0.0)
 
 
 def draw(profiles: Sequence[PhaseProfile], title: str, path: str | Path) -> None:

@@ -2,7 +2,8 @@
 
 What a stage adds between its neighbours is what leaving it out saves; under programmatic dependent launch that
 is less than it takes alone. A stage whose GEMV also sends to the other ranks keeps its send as a bare push, since
-the peers wait for it: such a stage shows less by that push's time.
+the peers wait for it, and one whose GEMV waits for them keeps a bare poll, which re-arms a slot: such a stage
+shows less by that launch's time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.profiling.device import Device
+from engine.profiling.device import Device, StandIns, stand_in
 
 if TYPE_CHECKING:
     from engine.graph.lower import Launch
@@ -25,7 +26,7 @@ class Added:
     stage: str
     calls: int
     us: tuple[float, ...]
-    kept_sends: int  # of the calls, those of which a bare push stayed
+    kept: int  # of the calls, those of which a bare push or poll stayed
 
 
 def calls_of(line: list[Launch]) -> dict[str, int]:
@@ -33,14 +34,14 @@ def calls_of(line: list[Launch]) -> dict[str, int]:
     return dict(Counter(launch.op.stage for launch in line))
 
 
-def without(line: list[Launch], stage: str, sends: dict[int, Launch]) -> list[Launch]:
-    """The line less one stage; `sends`: site -> the bare push that replaces a fused one."""
+def without(line: list[Launch], stage: str, bare: StandIns) -> list[Launch]:
+    """The line less one stage; `bare`: what replaces its fused ops."""
     rest = []
     for launch in line:
         if launch.op.stage != stage:
             rest.append(launch)
-        elif launch.op.attrs.get("epilogue") == "push":
-            rest.append(sends[launch.op.attrs["site"]])
+        elif (key := stand_in(launch.op)) is not None:
+            rest.append(bare[key])
     return rest
 
 
@@ -49,9 +50,9 @@ def added_by_stage(
 ) -> Iterator[Added]:
     """Each stage of the program in order, as it is measured. whole_s: the step's time, if known."""
     whole = whole_s or device.step_s(program)
-    sends = device.stand_ins()
+    bare = device.stand_ins()
     for stage, calls in calls_of(program.launches[0]).items():
-        lines = [without(line, stage, own) for line, own in zip(program.launches, sends)]
+        lines = [without(line, stage, own) for line, own in zip(program.launches, bare)]
         rest = device.program(lines)
         try:
             times = device.step_s(rest)

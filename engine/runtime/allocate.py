@@ -16,7 +16,7 @@ from engine.kernels.decode_attention import MAX_SPLITS
 from engine.kernels.decode_attention import workspace as attention_workspace
 from engine.kernels.epilogue import SiluMul, Store
 from engine.kernels.sync import STATUS_WORDS
-from engine.runtime.exchange import EXCHANGE_SLOTS, ExchangeSizes
+from engine.runtime.exchange import ExchangeSizes
 from engine.runtime.rank import Rank
 from engine.runtime.state import new_state, rope_table
 from engine.tune.choose import choose
@@ -89,7 +89,7 @@ def allocate_ranks(
     """
     world = len(devices)
     shard = config.shard(degree)
-    slot_bytes, flags = sizes.exchange.slot_bytes, sizes.exchange.flag
+    flags = sizes.exchange.flag
     scores = sample.sample_workspace(world, sizes.rows, shard.vocab_size)
     ranks: list[Rank] = []
     status = _host(
@@ -123,8 +123,9 @@ def allocate_ranks(
                 sampling=sample.sample_buffers(sizes.rows, world * shard.vocab_size, device),
                 ring=_host((RING, sizes.rows), device), step=on((1,), torch.int32),
                 status=status,
-                exchange=on((EXCHANGE_SLOTS * slot_bytes,), torch.uint8) if world > 1 else None,
-                exchange_slot_bytes=slot_bytes,
+                exchange=on((sizes.exchange.lamport_bytes,), torch.uint8) if world > 1 else None,
+                exchange_slot_bytes=sizes.exchange.slot_bytes,
+                polled_slot_bytes=sizes.exchange.polled_slot_bytes,
                 flag_exchange=on((flags.nbytes,), torch.uint8) if flags else None, flag_space=flags,
                 token_exchange=on((world * sizes.rows * 8,), torch.uint8) if world > 1 else None,
                 score_exchange=on((scores.nbytes,), torch.uint8) if world > 1 else None,

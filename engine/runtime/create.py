@@ -300,7 +300,7 @@ def _fit(
     from engine.runtime.exchange import planned_exchange
 
     counts = (*DECODE_ROWS, *buckets)  # rows of a step's messages
-    exchange = planned_exchange(tp, config.hidden_size, counts, algorithms)
+    exchange = planned_exchange(tp, config.hidden_size, config.num_layers, counts, algorithms)
     # Sampling: counts and bias a slot, scores of R rows and their exchange.
     vocabulary = config.shard(engine.shard_of or tp).vocab_size
     workspace += (

@@ -104,7 +104,7 @@ class GpuExecutor:
             )
             programs = [*self._programs.values(), *self._tails.values()]
         with self._phases.phase("compile"):
-            kernels = warm(programs, self.streams)
+            kernels = warm(programs, self.streams, self.ranks[0].status)
             reset(self.ranks)
         with self._phases.phase("capture"):
             if not self._eager:

@@ -5,6 +5,7 @@ between two slots (their number per graph is even, so they also alternate across
 A poll re-arms the words that it has just read, before its kernel ends. Why two slots are enough: a peer
 writes slot s for call i + 2 only after its own poll of call i + 1, which needs this rank's push of
 call i + 1, which this rank launches after its poll of call i has completed, re-arming included.
+Sites whose consumers poll have slots of their own, at least three: kernels/slots.py.
 The exchanges of sampling, (value, id) and scores, have one slot: between two of its calls lie the all-reduces of a
 step, which order them in the same way.
 """
@@ -46,8 +47,9 @@ class Rank:
     step: torch.Tensor  # [1] int32: steps sampled so far (this rank's count)
     status: torch.Tensor  # [8] int32, pinned host memory, one for all ranks: kernels/sync.py
     # Present when world > 1:
-    exchange: torch.Tensor | None = None  # uint8: two slots of messages (runtime/exchange.py)
-    exchange_slot_bytes: int = 0
+    exchange: torch.Tensor | None = None  # uint8: slots of messages (runtime/exchange.py)
+    exchange_slot_bytes: int = 0  # of the two slots of separate waits
+    polled_slot_bytes: int = 0  # of the slots behind them, which GEMVs poll
     peer_table: torch.Tensor | None = None  # [world] int64: every rank's exchange address
     flag_exchange: torch.Tensor | None = None  # uint8: the flag barrier's buffer, if it is used
     flag_table: torch.Tensor | None = None

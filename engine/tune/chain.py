@@ -18,6 +18,7 @@ import torch
 from engine.config import EngineConfig, preset, with_layers
 from engine.graph.capture import Program
 from engine.graph.ir import Graph, Phase
+from engine.kernels.sync import ABORT_INTERRUPTED
 from engine.profiling.device import REPLAYS, GpuDevice
 from engine.tune import choose
 
@@ -155,6 +156,8 @@ class Chain:
                 print(f"  {config}: {type(e).__name__}: {e}"[:160], flush=True)
                 return None, program
 
+        # A GEMV that polls finds no messages here; `rewind` takes the word back.
+        self.executor.ranks[0].status[0] = ABORT_INTERRUPTED
         with ThreadPoolExecutor(16, thread_name_prefix="tune") as pool:
             built = list(pool.map(build, programs))
         self.device.rewind()

@@ -217,5 +217,5 @@ def test_buffers_follow_the_algorithm():
     rows = (1, 8, 64, 2048)
     for tp in (2, 4, 8):
         graphs = [finished(tp, "decode" if n <= 8 else "prefill", n) for n in rows]
-        assert graph_exchange(graphs) == planned_exchange(tp, 8192, rows, Graph.algorithms)
-    assert planned_exchange(1, 8192, rows, Graph.algorithms).nbytes == 0
+        assert graph_exchange(graphs) == planned_exchange(tp, 8192, 2, rows, Graph.algorithms)
+    assert planned_exchange(1, 8192, 2, rows, Graph.algorithms).nbytes == 0

@@ -16,7 +16,8 @@ print(dump_graph(preset({model!r}), {tp}, {quantization!r}, tokens=64))
 
 
 @pytest.mark.parametrize(
-    "model,tp,quantization", [("qwen2.5-72b", 8, "fp8"), ("qwen2.5-0.5b", 1, None)]
+    "model,tp,quantization",
+    [("qwen2.5-72b", 8, "fp8"), ("qwen2.5-72b", 2, "fp8"), ("qwen2.5-0.5b", 1, None)],
 )
 def test_dump_shows_kernel_grid_bytes_and_config(model, tp, quantization):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -27,8 +28,9 @@ def test_dump_shows_kernel_grid_bytes_and_config(model, tp, quantization):
     decode, prefill = (part for part in text.split("== ") if part.startswith("launches of rank 0"))
     stages = [line.split()[1] for line in decode.splitlines()[1:] if line.strip()]
     layer = ["qkv", "attention", "o_proj", "all_reduce", "gate_up", "down", "all_reduce"]
-    if tp == 1:
+    if tp <= 2:  # nothing to sum, or the next GEMV polls the two messages
         layer = [stage for stage in layer if stage != "all_reduce"]
+        assert decode.count("+Poll") == (2 if tp == 2 else 0)  # layer 0's gate_up, lm_head
     assert stages[:1] + stages[1 : 1 + len(layer)] == ["embedding", *layer]
     assert "GemvConfig(kernel='ring'" in decode and "decode_attention_kernel[" in decode
     assert "GemmConfig(" in prefill and "prefill_attention_kernel[" in prefill

@@ -231,6 +231,7 @@ class Exchange:
     clears: tuple[int, ...]
     chunks: int = 0  # size of the message where it is not the graph's own (0)
     first: int = 0
+    polled: bool = False  # by a consumer in its prologue: every program reads every chunk
 
 
 def _pushes(exchange: Exchange, call: int, chunk: int, world: int, chunks: int) -> tuple[Op, ...]:
@@ -267,8 +268,9 @@ def split_form(
     for call, exchange in enumerate(exchanges):
         size = exchange.chunks or programs
         places = range(exchange.first, exchange.first + size)
+        shared = read_all or exchange.polled
         push = tuple((_pushes(exchange, call, c, world, size),) for c in places)
-        poll = tuple(_polls(exchange, call, c, world, size, read_all, fine) for c in places)
+        poll = tuple(_polls(exchange, call, c, world, size, shared, fine) for c in places)
         kernels += [Kernel(push), Kernel(poll, poll_waits)]
     return [kernels] * world
 

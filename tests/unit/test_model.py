@@ -20,7 +20,7 @@ from engine.graph.plan import plan
 from engine.model import GPUS, gpu_named, predict, scaling
 from engine.model.calibrate import PRIOR, fit, measured_us, predicted_us, usable
 from engine.model.costs import add_up, op_cost, op_costs
-from engine.profiling.device import bare_pushes
+from engine.profiling.device import bare_exchanges, stand_in
 from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
 from engine.runtime.exchange import graph_exchange
 
@@ -63,17 +63,19 @@ def test_bytes_are_those_of_the_lowered_launches(phase, rows, tp, quantization):
         assert cost.weight_bytes + cost.activation_bytes == launch.bytes, launch
 
 
-def test_bare_pushes_lower_to_the_sites_and_messages_of_the_fused_ones():
-    """What `engine.profiling` leaves in place of a stage whose GEMV sends (no kernel runs here)."""
+def test_bare_exchanges_lower_to_the_sites_and_messages_of_the_fused_ones():
+    """What `engine.profiling` leaves in place of a stage whose GEMV sends or polls (no kernel runs here)."""
     graph = run_passes(build(TINY, phase="decode", rows=2, tp=2))
     _, ranks = tiny_ranks(graph, 2)
-    pushes, buffers = bare_pushes(graph, 2)
-    launches = lower(pushes, buffers, ranks[1], pdl=True)
-    fused = [op for op in graph.ops if op.attrs.get("epilogue") == "push"]
-    assert len(fused) == 2 * TINY.num_layers
+    bare, buffers = bare_exchanges(graph, 2)
+    launches = lower(bare, buffers, ranks[1], pdl=True)
+    fused = [op for op in graph.ops if stand_in(op) is not None]
+    assert len(fused) == 4 * TINY.num_layers
     for launch, op in zip(launches, fused, strict=True):
-        assert launch.kernel == "push" and launch.op.attrs["site"] == op.attrs["site"]
-        assert launch.op.out == op.out and launch.op.stage == op.stage
+        assert (launch.kernel, launch.op.attrs["site"]) == stand_in(op)
+        assert launch.op.attrs["slots"] == op.attrs["slots"] and launch.op.stage == op.stage
+        message = (launch.op if op.polls else op).find("message") or launch.op.out
+        assert message == (op.input("message") if op.polls else op.out)
 
 
 def test_costs_of_a_72b_decode_step_by_hand():
@@ -86,7 +88,12 @@ def test_costs_of_a_72b_decode_step_by_hand():
     assert by_stage["attention"].kv_bytes == 80 * 512 * 4 * 128 * 2 * 2
     assert by_stage["attention"].flops == 80 * 4 * 32 * 128 * 512
     assert by_stage["down"].flops == 80 * 2 * 8192 * 14784
-    assert by_stage["all_reduce"].barriers == 160 and by_stage["all_reduce"].launches == 0
+    barriers = {stage: cost.barriers for stage, cost in by_stage.items() if cost.barriers}
+    assert barriers == {"gate_up": 80, "qkv": 79, "lm_head": 1, "sampling": 1}
+    assert by_stage["gate_up"].launches == 80
+    large = op_costs(BIG, 2, phase="decode", rows=8, context=511, fp8=True)  # separate polls
+    separate = add_up(cost * count for stage, count, cost in large if stage == "all_reduce")
+    assert separate.barriers == 160 and separate.launches == 0
     assert by_stage["o_proj"].message_bytes == 80 * 8192 * 2
     total = add_up(by_stage.values())
     parameters = (

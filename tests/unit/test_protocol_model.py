@@ -60,6 +60,45 @@ def test_consumer_that_polls_in_its_prologue():
     assert exhaustive(Machine(split_form(engine_rotation(3, 2), 2, 2, read_all=True))) is None
 
 
+PREFILL, SAMPLING = 50, 100  # first areas of slots of their own
+
+
+def polled_step(sites: int, size: int, slots: int | None = None, first: int = 0):
+    """A decode step whose consumers poll: slots of their own, rotated by site; then its sampling exchange."""
+    slots = slots or lamport_slots(sites)
+    step = [
+        Exchange(first + i % slots, (first + clear_slot(i, slots),), size, polled=True)
+        for i in range(sites)
+    ]
+    return [*step, Exchange(SAMPLING, (SAMPLING,), 1)]
+
+
+def separate_step(sites: int, size: int, samples: bool = True):
+    """Separate polls in two alternating slots that they re-arm themselves: prefill, or many decode rows."""
+    step = [Exchange(PREFILL + i % 2, (PREFILL + i % 2,), size) for i in range(sites)]
+    return [*step, *[Exchange(SAMPLING, (SAMPLING,), 1)] * samples]
+
+
+def test_polling_consumers_between_other_graphs():
+    """Row counts have other message sizes, prefill chunks and steps of many rows other slots, and any may follow
+    any. Two programs a poll, each reads both chunks and re-arms its own one."""
+    one, two = polled_step(3, 1), polled_step(3, 2)
+    for steps in ([two, two], [one, two], [two, one, two]):
+        exchanges = [exchange for step in steps for exchange in step]
+        assert exhaustive(Machine(split_form(exchanges, 2)), 1_000_000) is None
+    for between in (separate_step(2, 2, False), separate_step(4, 1)):
+        mixed = [*two, *between, *one, *between, *between, *two, *two]
+        assert randomised(Machine(split_form(mixed, 2, fine=True)), 60) is None
+        assert randomised(Machine(split_form(mixed, 4, fine=True)), 10) is None
+
+
+@pytest.mark.parametrize("sites", [3, 4, 5, 6, 8, 10])
+def test_polling_consumers_of_any_number_of_layers(sites):
+    exchanges = polled_step(sites, 2) * 3
+    assert randomised(Machine(split_form(exchanges, 2, fine=True)), 40) is None
+    assert randomised(Machine(split_form(exchanges, 3)), 20) is None
+
+
 def test_two_calls_per_replay_clear_their_own_slot():
     assert exhaustive(Machine(split_form(engine_rotation(2, 4), 2, 2))) is None
     assert exhaustive(Machine(fused_form(engine_rotation(2, 4), 2, 2))) is None
@@ -183,6 +222,29 @@ def test_two_slots_cleared_by_the_next_poll():
 def test_two_slots_when_other_programs_still_read():
     """The own-slot rule is only for a location that one program reads."""
     caught(split_form(engine_rotation(2, 4), 2, 2, read_all=True))
+
+
+def test_polling_consumers_in_the_slots_of_separate_polls():
+    """Decode rotates over slots that a prefill chunk of another number of sites leaves half re-armed."""
+    prefill = rotation(2, 4, 1)  # two sites, in the first two of decode's four slots
+    caught(split_form([*polled_step(4, 1), *prefill] * 3, 2))
+
+
+def test_polling_consumers_in_two_slots():
+    """Neither the own slot (others still read it) nor the other one (a peer writes it) may be re-armed."""
+    for ahead in (0, 1):
+        step = [Exchange(i % 2, ((i + ahead) % 2,), 2, polled=True) for i in range(4)]
+        caught(split_form([*step, Exchange(SAMPLING, (SAMPLING,), 1)] * 3, 2))
+
+
+def test_polling_consumers_of_a_line_that_is_fused_in_part():
+    """Every other site polled by a consumer, with the slot of its number: it re-arms one that a separate poll
+    of a later site still needs, or none does."""
+    line = polled_step(4, 2, 4)
+    part = [
+        e if i % 2 else Exchange(PREFILL + i % 2, (PREFILL + i % 2,), 2) for i, e in enumerate(line)
+    ]
+    caught(split_form(part * 3, 2))
 
 
 @pytest.mark.parametrize("slots", [3, 4, 5])

@@ -9,6 +9,7 @@ from engine.graph.ir import Graph
 from engine.graph.passes.eliminate_dead import eliminate_dead
 from engine.graph.passes.fuse_epilogue import fuse_epilogue
 from engine.graph.passes.fuse_norm import fuse_norm
+from engine.graph.passes.fuse_poll import fuse_poll
 from engine.graph.passes.lower_collectives import lower_collectives
 from engine.graph.passes.merge_gate_up import merge_gate_up
 from engine.graph.passes.merge_qkv import merge_qkv
@@ -28,6 +29,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_norm,
     lower_collectives,
     fuse_epilogue,
+    fuse_poll,
     quantize_prefill,
 )
 
