@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from engine.config import ModelConfig, ShardShape
-from engine.graph.ir import Graph, Op, Phase, Sharding, Value, make_op, state
+from engine.graph.ir import Dtype, Graph, Op, Phase, Sharding, Value, make_op, state
 from engine.weights import Part, WeightSpec
 
 Logits = Literal["last", "all", "none"]
@@ -21,6 +21,7 @@ def build(
     logits: Logits = "last",
     shard_of: int | None = None,
     fp8_prefill: bool = False,
+    fp8_kv: bool = False,
     algorithms: tuple[str, ...] = Graph.algorithms,
 ) -> Graph:
     """Unfused graph of one step.
@@ -33,16 +34,20 @@ def build(
     GPUs; the ranks then hold only part of the model and the text is meaningless).
     fp8_prefill: quantizable weights are FP8, and prefill may multiply FP8 by FP8
     (passes/quantize_prefill.py).
+    fp8_kv: the KV cache is e4m3 with scales (kernels/kv_fp8.py).
     algorithms: all-reduce algorithms to choose from (runtime/links.py: Transport).
     Raises EngineError when the model cannot be split over `tp` ranks.
     """
-    graph = _Builder(config, phase, rows, tp, shard_of or tp).build(logits)
+    graph = _Builder(config, phase, rows, tp, shard_of or tp, fp8_kv).build(logits)
     return replace(graph, fp8_prefill=fp8_prefill, algorithms=algorithms)
 
 
 class _Builder:
-    def __init__(self, config: ModelConfig, phase: Phase, rows: int, tp: int, degree: int):
+    def __init__(
+        self, config: ModelConfig, phase: Phase, rows: int, tp: int, degree: int, fp8_kv: bool
+    ):
         self.config, self.phase, self.rows, self.tp = config, phase, rows, tp
+        self.fp8_kv = fp8_kv
         self.degree = degree  # of the split; more than tp when measuring one rank's share
         self.shard: ShardShape = config.shard(degree)
         self.ops: list[Op] = []
@@ -121,10 +126,15 @@ class _Builder:
                     {"role": role, "eps": cfg.rms_norm_eps, "head_dim": d}, x=parts[role], weight=gain,
                 )  # fmt: skip
                 parts[role] = normed
-        cache = tuple(
-            state(f"l{layer}.{kind}_cache", (0, sh.num_kv_heads, 0, d), "act", "sharded")
-            for kind in ("k", "v")
-        )
+        cache: dict[str, Value] = {}
+        for role in ("k", "v"):
+            shape = (0, sh.num_kv_heads, 0, d)
+            kind: Dtype = "fp8" if self.fp8_kv else "act"
+            cache[f"{role}_cache"] = state(f"l{layer}.{role}_cache", shape, kind, "sharded")
+            if self.fp8_kv:
+                cache[f"{role}_scale"] = state(
+                    f"l{layer}.{role}_scale", shape[:3], "f32", "sharded"
+                )
         positions, table = state("positions", (0,), "i32"), state("cos_sin", (0, d), "f32")
         for role in ("q", "k"):
             rotated = Value(f"l{layer}.{role}_rot", parts[role].shape, sharding="sharded")
@@ -135,13 +145,12 @@ class _Builder:
             parts[role] = rotated
         self._emit(
             "kv_append", (), "qkv", layer, heads_attrs,
-            k=parts["k"], v=parts["v"], k_cache=cache[0], v_cache=cache[1],
-            positions=positions, where=self.where,
+            k=parts["k"], v=parts["v"], **cache, positions=positions, where=self.where,
         )  # fmt: skip
         attn = Value(f"l{layer}.attn", (self.rows, q_dim), sharding="sharded")
         self._emit(
             "attention", attn, "attention", layer, {**heads_attrs, "scale": d**-0.5},
-            q=parts["q"], k_cache=cache[0], v_cache=cache[1], positions=positions, where=self.where,
+            q=parts["q"], **cache, positions=positions, where=self.where,
         )  # fmt: skip
         o_weight = self._weight(
             f"{prefix}.self_attn.o_proj.weight", (h, cfg.num_heads * d), 1, q_ranges

@@ -55,7 +55,8 @@ def choice(
         heads = {key: op.attrs[key] for key in ("num_heads", "num_kv_heads", "head_dim")}
         rows = op.input("q").shape[0]
         facts = {
-            **heads, "context": kv_length, "rows": rows, "t": rows, "kv_dtype": act,
+            **heads, "context": kv_length, "rows": rows, "t": rows,
+            "kv_dtype": torch.float8_e4m3fn if op.find("k_scale") else act,
             "group": heads["num_heads"] // heads["num_kv_heads"],
         }  # fmt: skip
         return f"{graph.phase}_attention", facts

@@ -20,6 +20,7 @@ from engine.kernels.decode_attention import decode_attention_ref
 from engine.kernels.embedding import embedding_ref
 from engine.kernels.gather_row import gather_row_ref
 from engine.kernels.gemm import linear_ref
+from engine.kernels.kv_fp8 import write_kv
 from engine.kernels.norm import rmsnorm_ref
 from engine.kernels.prefill_attention import prefill_attention_ref
 from engine.kernels.quantize_rows import quantize_rows_ref, rmsnorm_quantize_ref
@@ -126,7 +127,7 @@ class Interpreter:
         return total
 
     def _act(self, rank: int) -> torch.dtype:
-        return self.states[rank].k_cache[0].dtype
+        return self.states[rank].dtype
 
     # Ops
 
@@ -213,8 +214,11 @@ class Interpreter:
         assert layer is not None
         rows, d = self.live, op.attrs["head_dim"]
         slots, positions = self.slots[rows], self.row_positions[rows]
-        state.k_cache[layer][slots, :, positions] = k.view(k.shape[0], -1, d)[rows]
-        state.v_cache[layer][slots, :, positions] = v.view(v.shape[0], -1, d)[rows]
+        write_kv(
+            state.k_cache[layer], state.v_cache[layer], state.kv_scales[layer],
+            (slots, slice(None), positions),
+            k.view(k.shape[0], -1, d)[rows], v.view(v.shape[0], -1, d)[rows],
+        )  # fmt: skip
 
     def _kv_append(self, op: Op, rank: int) -> None:
         self._append(op, rank, self._read(op, "k", rank), self._read(op, "v", rank))
@@ -243,6 +247,7 @@ class Interpreter:
         state, layer = self.states[rank], op.layer
         assert layer is not None
         heads = {key: op.attrs[key] for key in ("num_heads", "num_kv_heads", "head_dim", "scale")}
+        heads["scales"] = state.kv_scales[layer]
         q, k, v = self._read(op, "q", rank), state.k_cache[layer], state.v_cache[layer]
         if self.step.request is not None:
             return prefill_attention_ref(q, k, v, *self.step.request, **heads)

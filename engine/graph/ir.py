@@ -31,7 +31,7 @@ OP_KINDS: dict[str, str] = {
     "rmsnorm_quantize": "the same of rmsnorm(x)",
     "head_norm": "y = x / rms(x) * weight over each head of q or k (QK-norm)",
     "rope": "rotate q or k by position (style half or pairs)",
-    "kv_append": "write k, v at the rows' positions",
+    "kv_append": "write k, v at the rows' positions; inputs k_scale, v_scale: quantised, one scale a head vector",
     "rope_append": "split qkv, rotate q and k, append k and v; y = q; inputs q_norm, k_norm: each head of q and k "
     "is RMS-normalised first",
     "attention": "GQA attention of q over the KV cache; causal",

@@ -26,7 +26,7 @@ from engine.kernels.gemv import gemv
 from engine.kernels.norm import rmsnorm
 from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.quantize_rows import FP8, quantize_rows, rmsnorm_quantize
-from engine.kernels.rope_append import rope_append
+from engine.kernels.rope_append import DecodeRows, QKNorm, rope_append
 from engine.runtime.exchange import EXCHANGE_SLOTS
 from engine.runtime.rank import Rank
 from engine.tune.choose import choose
@@ -219,17 +219,15 @@ class _Lowering(ExchangeOps):
     def _rope_append(self, op: Op) -> Launch:
         state, layer = self.rank.state, op.layer
         assert layer is not None
-        where: dict[str, Any] = (
-            {"positions": state.positions, "row_slots": self._row_slots()}
-            if self.graph.phase == "decode"
-            else {"request": self.rank.request}
-        )
+        rows, norm = None, None
+        if self.graph.phase == "decode":
+            rows = DecodeRows(state.positions, self._row_slots())
         if op.find("q_norm") is not None:
-            where |= {"q_norm": self._in(op, "q_norm"), "k_norm": self._in(op, "k_norm")}
-            where["eps"] = op.attrs["qk_norm_eps"]
+            norm = QKNorm(self._in(op, "q_norm"), self._in(op, "k_norm"), op.attrs["qk_norm_eps"])
         return self._launch(
             op, rope_append, self._in(op, "qkv"), self.tensors[op.out], state.k_cache[layer],
-            state.v_cache[layer], state.cos_sin, **where, **self._heads(op),
+            state.v_cache[layer], state.cos_sin, self._request(), rows=rows, norm=norm,
+            scales=state.kv_scales[layer], **self._heads(op),
         )  # fmt: skip
 
     def _attention(self, op: Op) -> Launch:
@@ -237,7 +235,7 @@ class _Lowering(ExchangeOps):
         assert layer is not None
         q, out = self._in(op, "q"), self.tensors[op.out]
         k, v = state.k_cache[layer], state.v_cache[layer]
-        heads = {**self._heads(op), "scale": op.attrs["scale"]}
+        heads = {**self._heads(op), "scale": op.attrs["scale"], "scales": state.kv_scales[layer]}
         if self.graph.phase == "prefill":
             return self._launch(op, prefill_attention, q, k, v, rank.request, out, **heads)
         return self._launch(

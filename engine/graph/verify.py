@@ -32,6 +32,7 @@ def verify(graph: Graph) -> None:
             names.add(value.name)
             defined.add(value)
         _check_op(op, graph.tp, where)
+        _check_cache(op, where)
     if graph.output is not None and graph.output not in defined:
         raise GraphError(f"{graph.model} {graph.phase}: output {graph.output} is never defined")
     if not used_weights <= set(graph.weights):
@@ -127,6 +128,17 @@ def _check_polled(op: Op, where: str) -> None:
 def _check_partial(value: Value, where: str) -> None:
     if value.sharding != "partial":
         raise GraphError(f"{where}: {value} is {value.sharding}, not a partial sum")
+
+
+def _check_cache(op: Op, where: str) -> None:
+    roles = set(op.attrs["roles"])
+    if "k_cache" not in roles:
+        return
+    scaled = [role for role in "kv" if op.input(f"{role}_cache").dtype == "fp8"]
+    if scaled != [role for role in "kv" if f"{role}_scale" in roles] or len(scaled) == 1:
+        raise GraphError(f"{where}: FP8 caches, and only those, have scales: {sorted(roles)}")
+    if scaled and op.kind == "linear":
+        raise GraphError(f"{where}: a linear's tile is no whole head, which a scale needs")
 
 
 def _check_quantized(op: Op, where: str) -> None:

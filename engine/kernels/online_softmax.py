@@ -24,6 +24,25 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def weigh(scores, live, top, total, scale, wide_scale, MASKED: tl.constexpr, DEFER: tl.constexpr):
+    """Scores [M, N] of one tile -> (top, total, decay [M], weights [M, N]); arguments as in `attend`.
+
+    scale > 0 takes scores to log2 units: a scalar, or [M] with wide_scale = scale[:, None].
+    """
+    if MASKED:
+        scores = tl.where(live, scores, float("-inf"))
+    # The maximum is scaled once a row; below, scale and subtraction are one FMA an element.
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    decay = tl.exp2(top - new_top)
+    weights = tl.exp2(scores * wide_scale - new_top[:, None])
+    if DEFER:
+        total = total * decay[:, None] + weights
+    else:
+        total = total * decay + tl.sum(weights, 1)
+    return new_top, total, decay, weights
+
+
+@triton.jit
 def attend(q, k, v, live, top, total, acc, qk_scale, MASKED: tl.constexpr, DEFER: tl.constexpr):
     """Fold keys k, v [N, D] into the state of queries q [M, D]; qk_scale = scale * log2(e) > 0.
 
@@ -33,15 +52,6 @@ def attend(q, k, v, live, top, total, acc, qk_scale, MASKED: tl.constexpr, DEFER
     keys are spread over the warps this saves an exchange a tile. Else total is [M].
     """
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
-    if MASKED:
-        scores = tl.where(live, scores, float("-inf"))
-    # The maximum is scaled once a row; below, scale and subtraction are one FMA an element.
-    new_top = tl.maximum(top, tl.max(scores, 1) * qk_scale)
-    decay = tl.exp2(top - new_top)
-    weights = tl.exp2(scores * qk_scale - new_top[:, None])
-    if DEFER:
-        total = total * decay[:, None] + weights
-    else:
-        total = total * decay + tl.sum(weights, 1)
+    top, total, decay, weights = weigh(scores, live, top, total, qk_scale, qk_scale, MASKED, DEFER)
     acc = dot(weights.to(v.dtype), v, acc * decay[:, None])
-    return new_top, total, acc
+    return top, total, acc

@@ -21,6 +21,8 @@ dense 16-bit peak of 989 TFLOP/s):
     | 72B 4     | 16 / 2   | 128 | 17.2  | 17.4 us |
     | 72B 8     | 8 / 1    | 128 | 8.6   | 8.7 us  |
 
+FP8 KV (kv_fp8.py): the tile's conversion to 16 bits, 1.4 times the instructions a tile, makes it issue-bound.
+
 Bytes: K and V once from HBM (2 (start + T) NKV D x 2), q and out (2 T NQ D x 2): 50 MB, 11.7 us for 72B at
 TP=1, well below the FLOPs.
 """
@@ -34,11 +36,13 @@ import triton
 import triton.language as tl
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.kernels.kv_fp8 import KVScales, dequantize, read_kv
 from engine.kernels.online_softmax import LOG2_E, attend
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
-SOURCES = ("prefill_attention.py", "online_softmax.py", "sync.py")
-KEY_FIELDS = ("num_kv_heads", "group", "head_dim", "t")
+SOURCES = ("prefill_attention.py", "online_softmax.py", "kv_fp8.py", "sync.py")
+KEY_FIELDS = ("num_kv_heads", "group", "head_dim", "t", "kv_dtype")
+UNWRITTEN = {"kv_dtype": ("bf16", "fp16")}
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,17 @@ class PrefillAttentionConfig:
 
 
 def heuristic(
-    num_kv_heads: int, group: int, head_dim: int, t: int, sm_count: int
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    t: int,
+    sm_count: int,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> PrefillAttentionConfig:
     """Config for a bucket of t tokens: large tiles once they fill the multiprocessors."""
     if head_dim > 128:
-        return PrefillAttentionConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
+        keys = 16 if kv_dtype.itemsize == 1 else 32  # more would spill
+        return PrefillAttentionConfig(block_m=64, block_n=keys, num_warps=4, num_stages=2)
     large_tiles = num_kv_heads * triton.cdiv(t * group, 128)
     if large_tiles >= sm_count:
         return PrefillAttentionConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
@@ -68,6 +78,8 @@ def prefill_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     request_ptr,
     out_ptr,
     tokens,
@@ -107,14 +119,18 @@ def prefill_attention_kernel(
     any_row = first_token < length
     full = tl.where(any_row, (start + first_token + 1) // BLOCK_N * BLOCK_N, 0)
     stop = tl.where(any_row, start + last_token + 1, 0)
-    head_at = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * max_len * HEAD_DIM
-    k_head_ptr = k_ptr + head_at
-    v_head_ptr = v_ptr + head_at
+    line = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * max_len
+    k_head_ptr = k_ptr + line * HEAD_DIM
+    v_head_ptr = v_ptr + line * HEAD_DIM
     tile = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    FP8: tl.constexpr = k_scale_ptr is not None
+    if FP8:
+        k_scale_ptr += line
+        v_scale_ptr += line
     for key in range(0, full, BLOCK_N):
         k_at = k_head_ptr + key * HEAD_DIM + tile
         v_at = v_head_ptr + key * HEAD_DIM + tile
@@ -124,12 +140,20 @@ def prefill_attention_kernel(
         else:
             k = tl.load(k_at, mask=in_d, other=0.0)
             v = tl.load(v_at, mask=in_d, other=0.0)
+        if FP8:
+            k = dequantize(k, tl.load(k_scale_ptr + key + offs_n), q.dtype)
+            v = dequantize(v, tl.load(v_scale_ptr + key + offs_n), q.dtype)
         top, total, acc = attend(q, k, v, in_d, top, total, acc, qk_scale, False, False)
     for key in range(full, stop, BLOCK_N):
         # Beyond `stop` the cache holds other requests' leftovers: zeros, as 0 * NaN is NaN.
-        mask = (key + offs_n < stop)[:, None] & in_d
+        ready = key + offs_n < stop
+        mask = ready[:, None] & in_d
         k = tl.load(k_head_ptr + key * HEAD_DIM + tile, mask=mask, other=0.0)
         v = tl.load(v_head_ptr + key * HEAD_DIM + tile, mask=mask, other=0.0)
+        if FP8:
+            k_scale = tl.load(k_scale_ptr + key + offs_n, mask=ready, other=0.0)
+            v_scale = tl.load(v_scale_ptr + key + offs_n, mask=ready, other=0.0)
+            k, v = dequantize(k, k_scale, q.dtype), dequantize(v, v_scale, q.dtype)
         seen = (key + offs_n)[None, :] <= (start + token)[:, None]
         top, total, acc = attend(q, k, v, seen, top, total, acc, qk_scale, True, False)
 
@@ -149,18 +173,21 @@ def prefill_attention(
     head_dim: int,
     scale: float,
     config: PrefillAttentionConfig,
+    scales: KVScales | None = None,
     pdl: bool = False,
 ) -> None:
     """Attend query i to keys 0..start+i of the slot; rows >= length become zeros.
 
-    q, out [T, NQ * D] 16-bit; k_cache, v_cache [S, NKV, L, D] 16-bit, the chunk's own KV included; request
-    int32 [3] = (slot, start, length) on the device.
+    q, out [T, NQ * D] 16-bit; k_cache, v_cache [S, NKV, L, D] 16-bit, or e4m3 with scales
+    (kv_fp8.py), the chunk's own KV included; request int32 [3] = (slot, start, length)
+    on the device.
     """
     tokens, group = q.shape[0], num_heads // num_kv_heads
     prefill_attention_kernel[(num_kv_heads, triton.cdiv(tokens * group, config.block_m))](
         q,
         k_cache,
         v_cache,
+        *(scales or (None, None)),
         request,
         out,
         tokens,
@@ -200,6 +227,7 @@ def prefill_attention_ref(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Reference of `prefill_attention`: returns out [T, num_heads * head_dim] in q's dtype.
 
@@ -209,8 +237,8 @@ def prefill_attention_ref(
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     stop = start + length
     queries = q[:length].view(1, length, num_heads, head_dim).transpose(1, 2).to(compute)
-    keys = k_cache[slot : slot + 1, :, :stop].to(compute)
-    values = v_cache[slot : slot + 1, :, :stop].to(compute)
+    at = (slice(slot, slot + 1), slice(None), slice(stop))
+    keys, values = read_kv(k_cache, v_cache, scales, at, compute)
     mask = None
     if start > 0:  # is_causal would align the diagonal with key 0, not with key `start`.
         mask = torch.ones(length, stop, dtype=torch.bool, device=q.device).tril(start)

@@ -24,14 +24,21 @@ SMALLEST = 1e-30  # floor of max |x|: keeps 448 / max |x| finite; below it value
 
 
 @triton.jit
-def _store_row(value, x8, scale, row, column, inside, x8_stride):
-    """value fp32 (0 where not inside) -> x8[row], scale[row]. A NaN stays NaN, infinity becomes
-    one."""
-    amax = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-30)
+def to_e4m3(value, amax):
+    """fp32 values whose largest |value| is amax, broadcastable to them -> (e4m3, scale). A NaN stays NaN,
+    infinity becomes one."""
+    amax = tl.maximum(amax, 1e-30)
     y = value * tl.math.div_rn(448.0, amax)
     y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(x8 + row * x8_stride + column, y.to(tl.float8e4nv), mask=inside)
-    tl.store(scale + row, tl.math.div_rn(amax, 448.0))
+    return y.to(tl.float8e4nv), tl.math.div_rn(amax, 448.0)
+
+
+@triton.jit
+def _store_row(value, x8, scale, row, column, inside, x8_stride):
+    """value fp32 (0 where not inside) -> x8[row], scale[row]."""
+    y, row_scale = to_e4m3(value, tl.max(tl.abs(value), axis=0))
+    tl.store(x8 + row * x8_stride + column, y, mask=inside)
+    tl.store(scale + row, row_scale)
 
 
 @triton.jit

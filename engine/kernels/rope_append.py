@@ -8,6 +8,9 @@ adjacent.) q goes to q_out, k and v into the slot's cache at positions start .. 
 decode step at positions[row_slots[r]]. QK-norm (Qwen3): x = x * rsqrt(mean(x^2) + eps) * weight over each head of q
 and k, whose row of D elements is in one program anyway.
 
+FP8 KV: each head vector of k, after its rotation, and of v is quantised here (kv_fp8.py), so a decode step that
+would rotate and append in the GEMV's epilogue, whose tile is no whole head, takes this launch a layer more.
+
 Bytes: qkv read and written once, 4 T (NQ + 2 NKV) D, and 4 T D of the table; at T = 2048, D = 128 and the
 measured copy bandwidth of 4.29 TB/s:
 
@@ -24,14 +27,46 @@ measured copy bandwidth of 4.29 TB/s:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.kv_fp8 import KVScales, write_kv
 from engine.kernels.norm import rmsnorm_ref
+from engine.kernels.quantize_rows import to_e4m3
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 BLOCK_T = 16  # tokens a prefill program: 4 KB of one head, 32 bytes a thread; decode: 1
+
+
+class DecodeRows(NamedTuple):
+    """Where the rows of a decode step sit: row r at positions[row_slots[r]], slot -1 is padding."""
+
+    positions: torch.Tensor  # int32 [S]
+    row_slots: torch.Tensor  # int32 [T]
+
+
+class QKNorm(NamedTuple):
+    """Gains of q and k, 16-bit [D] each in the rows' (permuted) order, and the eps of the norm."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+
+@triton.jit
+def _append(
+    cache_ptr, scale_ptr, line, position, values, in_slot, ready, valid, HEAD_DIM: tl.constexpr
+):
+    """Store head vectors [T, D] at `position` [T] of the KV head that begins at `line` of [S, NKV, L]; with a
+    scale_ptr as e4m3 and one scale each. ready [T], valid [T, D]: which exist; others are zeros."""
+    if scale_ptr is not None:
+        wide = values.to(tl.float32)
+        values, scale = to_e4m3(wide, tl.max(tl.abs(wide), axis=1)[:, None])
+        tl.store(scale_ptr + line + position, tl.reshape(scale, position.shape), mask=ready)
+    tl.store(cache_ptr + line * HEAD_DIM + in_slot, values, mask=valid)
 
 
 @triton.jit
@@ -40,6 +75,8 @@ def rope_append_kernel(
     q_out_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     cos_sin_ptr,
     where_ptr,
     positions_ptr,
@@ -80,7 +117,8 @@ def rope_append_kernel(
         slot = tl.load(where_ptr)
         start = tl.load(where_ptr + 1)
         length = tl.load(where_ptr + 2)
-    valid = (token < length)[:, None] & in_dim
+    ready = token < length
+    valid = ready[:, None] & in_dim
     qkv_row: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     x = tl.load(
         qkv_ptr + token[:, None] * qkv_row + head * HEAD_DIM + dim[None, :], mask=valid, other=0.0
@@ -104,11 +142,13 @@ def rope_append_kernel(
             q_at = token[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + dim[None, :]
             tl.store(q_out_ptr + q_at, rotated, mask=(token < tokens)[:, None] & in_dim)
         else:
-            k_head_ptr = k_cache_ptr + (slot_head + head) * max_len * HEAD_DIM
-            tl.store(k_head_ptr + in_slot, rotated, mask=valid)
+            line = (slot_head + head) * max_len
+            _append(
+                k_cache_ptr, k_scale_ptr, line, position, rotated, in_slot, ready, valid, HEAD_DIM
+            )
     else:
-        v_head_ptr = v_cache_ptr + (slot_head + head - NUM_KV_HEADS) * max_len * HEAD_DIM
-        tl.store(v_head_ptr + in_slot, x, mask=valid)
+        line = (slot_head + head - NUM_KV_HEADS) * max_len
+        _append(v_cache_ptr, v_scale_ptr, line, position, x, in_slot, ready, valid, HEAD_DIM)
 
 
 def rope_append(
@@ -119,11 +159,9 @@ def rope_append(
     cos_sin: torch.Tensor,
     request: torch.Tensor | None = None,
     *,
-    positions: torch.Tensor | None = None,
-    row_slots: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
+    rows: DecodeRows | None = None,
+    norm: QKNorm | None = None,
+    scales: KVScales | None = None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -131,22 +169,25 @@ def rope_append(
 ) -> None:
     """Normalise (if asked) and rotate q and k, append k and v to the slots' caches.
 
-    qkv [T, (NQ + 2 NKV) * D] and q_out [T, NQ * D] 16-bit; k_cache, v_cache [S, NKV, L, D] 16-bit; cos_sin
-    [L, D] fp32, cos_i at 2i and sin_i at 2i+1; q_norm and k_norm [D] 16-bit, in the rows' (permuted) order.
+    qkv [T, (NQ + 2 NKV) * D] and q_out [T, NQ * D] 16-bit; k_cache, v_cache [S, NKV, L, D] 16-bit, or e4m3 with
+    scales (kv_fp8.py), made from the 16-bit values; cos_sin [L, D] fp32, cos_i at 2i and sin_i at 2i+1.
     Prefill: request int32 [3] = (slot, start, length) on the device; row i < length sits at position start + i,
-    rows >= length write zeros to q_out and nothing else. Decode: row_slots int32 [T] and positions int32 [S]
-    instead; row r sits at positions[row_slots[r]], a row of slot -1 writes zeros to q_out and nothing else.
+    rows >= length write zeros to q_out and nothing else. Decode: `rows` instead; row r sits at
+    positions[row_slots[r]], a row of slot -1 writes zeros to q_out and nothing else.
     """
     tokens = qkv.shape[0]
-    decode = row_slots is not None
+    decode = rows is not None
+    where, positions = (rows.row_slots, rows.positions) if rows is not None else (request, None)
+    q_norm, k_norm, eps = norm or (None, None, 0.0)
     block_t, block_d = 1 if decode else BLOCK_T, triton.next_power_of_2(head_dim)
     rope_append_kernel[(triton.cdiv(tokens, block_t), num_heads + 2 * num_kv_heads)](
         qkv,
         q_out,
         k_cache,
         v_cache,
+        *(scales or (None, None)),
         cos_sin,
-        row_slots if decode else request,
+        where,
         positions,
         q_norm,
         k_norm,
@@ -159,7 +200,7 @@ def rope_append(
         BLOCK_T=block_t,
         BLOCK_D=block_d,
         DECODE=decode,
-        NORM=q_norm is not None,
+        NORM=norm is not None,
         PDL=pdl,
         num_warps=rope_warps(block_t, block_d),
         launch_pdl=pdl,
@@ -192,11 +233,9 @@ def rope_append_ref(
     start: int = 0,
     length: int = 0,
     *,
-    positions: torch.Tensor | None = None,
-    row_slots: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
+    rows: DecodeRows | None = None,
+    norm: QKNorm | None = None,
+    scales: KVScales | None = None,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -205,24 +244,22 @@ def rope_append_ref(
 
     Prefill rows >= length and decode rows of slot -1 come back as zeros and touch neither cache.
     """
-    if row_slots is None:
-        rows = torch.arange(int(length), device=qkv.device)
-        slots, where = torch.full_like(rows, int(slot)), rows + int(start)
+    if rows is None:
+        taken = torch.arange(int(length), device=qkv.device)
+        slots, where = torch.full_like(taken, int(slot)), taken + int(start)
     else:
-        assert positions is not None
-        rows = (row_slots >= 0).nonzero()[:, 0]
-        slots = row_slots[rows].long()
-        where = positions[slots].long()
-    heads = qkv[rows].unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
+        taken = (rows.row_slots >= 0).nonzero()[:, 0]
+        slots = rows.row_slots[taken].long()
+        where = rows.positions[slots].long()
+    heads = qkv[taken].unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if q_norm is not None and k_norm is not None:
+    if norm is not None:
         compute = torch.float64 if qkv.dtype == torch.float64 else torch.float32
-        q = rmsnorm_ref(q.to(compute), q_norm, eps)
-        k = rmsnorm_ref(k.to(compute), k_norm, eps)
-    rotated = rotate_pairs(torch.cat((q, k), dim=1), cos_sin[where])
+        q = rmsnorm_ref(q.to(compute), norm.q, norm.eps)
+        k = rmsnorm_ref(k.to(compute), norm.k, norm.eps)
+    rotated = rotate_pairs(torch.cat((q, k), dim=1), cos_sin[where]).to(qkv.dtype)
     # The caches are [slots, KV heads, positions, D]: heads come between slots and positions.
-    k_cache[slots, :, where] = rotated[:, num_heads:].to(k_cache.dtype)
-    v_cache[slots, :, where] = v.to(v_cache.dtype)
+    write_kv(k_cache, v_cache, scales, (slots, slice(None), where), rotated[:, num_heads:], v)
     q_out = qkv.new_zeros(qkv.shape[0], num_heads * head_dim)
-    q_out[rows] = rotated[:, :num_heads].flatten(1).to(qkv.dtype)
+    q_out[taken] = rotated[:, :num_heads].flatten(1)
     return q_out

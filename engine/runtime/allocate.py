@@ -44,6 +44,7 @@ class Sizes:
     arena_bytes: int
     gemm: tuple[int, int, int]  # kernels/gemm.py: workspace_sizes
     exchange: ExchangeSizes  # of the graphs' all-reduces
+    fp8_kv: bool = False
 
     @property
     def kv_length(self) -> int:
@@ -101,7 +102,7 @@ def allocate_ranks(
             tables[device] = rope_table(config, sizes.kv_length, device)
         state = new_state(
             config, degree, slots=sizes.slots, length=sizes.kv_length, dtype=dtype,
-            device=device, table=tables[device],
+            device=device, table=tables[device], fp8_kv=sizes.fp8_kv,
         )  # fmt: skip
 
         def on(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = device):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import ModelConfig
+from engine.kernels.kv_fp8 import KVScales
+from engine.kernels.quantize_rows import FP8
 from engine.kernels.sample_ref import CONTROLS, NEUTRAL
 from engine.rope import rope_frequencies
 
@@ -15,8 +17,10 @@ from engine.rope import rope_frequencies
 class RankState:
     """Slot-indexed state of one rank. S slots of L positions; the KV head count is the rank's share."""
 
-    k_cache: list[torch.Tensor]  # per layer [S, NKV, L, D], activation dtype
+    dtype: torch.dtype  # of activations
+    k_cache: list[torch.Tensor]  # per layer [S, NKV, L, D], activation dtype or e4m3
     v_cache: list[torch.Tensor]
+    kv_scales: list[KVScales | None]  # per layer, of e4m3 caches (kernels/kv_fp8.py)
     cos_sin: torch.Tensor  # [L, D] fp32: cos_i at 2i, sin_i at 2i + 1
     tokens: torch.Tensor  # [S] int32: the token to process next
     positions: torch.Tensor  # [S] int32: its position (= tokens already in the slot's KV)
@@ -49,21 +53,29 @@ def new_state(
     dtype: torch.dtype,
     device: torch.device | str,
     table: torch.Tensor | None = None,
+    fp8_kv: bool = False,
 ) -> RankState:
-    """Zeroed state for one rank. KV bytes = 2 * layers * slots * NKV * length * D * itemsize."""
+    """Zeroed state for one rank. KV bytes: checkpoint/memory.py, kv_bytes_per_token, of `length` tokens."""
     shard = config.shard(tp)
     shape = (slots, shard.num_kv_heads, length, config.head_dim)
     vocabulary = (slots, shard.vocab_size)
 
-    def caches() -> list[torch.Tensor]:
+    def caches(
+        shape: tuple[int, ...] = shape, dtype: torch.dtype = FP8 if fp8_kv else dtype
+    ) -> list[torch.Tensor]:
         return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    def scales() -> list[torch.Tensor]:
+        return caches(shape[:3], torch.float32)
 
     def per_slot(dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(slots, dtype=dtype, device=device)
 
     return RankState(
+        dtype=dtype,
         k_cache=caches(),
         v_cache=caches(),
+        kv_scales=list(zip(scales(), scales())) if fp8_kv else [None] * config.num_layers,
         cos_sin=table if table is not None else rope_table(config, length, device),
         tokens=per_slot(torch.int32),
         positions=per_slot(torch.int32),

@@ -13,6 +13,11 @@ from engine.kernels import prefill_attention as prefill
 _DECODE_TILES = (
     (64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4), (32, 4, 6), (64, 8, 3), (64, 8, 4),
 )  # fmt: skip
+# FP8: 128 x 4 warps and 256 x 8 spill. 8 warps or two programs for the conversions.
+_DECODE_TILES_FP8 = (
+    (64, 4, 4), (64, 4, 3), (64, 4, 6), (128, 8, 3), (128, 8, 2), (128, 8, 4), (64, 8, 4), (64, 8, 6),
+    (32, 4, 6),
+)  # fmt: skip
 # Tile of rows and keys, warps, stages; 64 x 128 and 128 x 64 on 4 warps spill.
 _PREFILL_TILES = (
     (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 3),
@@ -38,7 +43,7 @@ def decode_candidates(
     one = max(1, sm_count // num_kv_heads)
     keys = base.block_n * base.flat_blocks
     found = [base]
-    for block_n, warps, stages in _DECODE_TILES:
+    for block_n, warps, stages in _DECODE_TILES_FP8 if kv_dtype.itemsize == 1 else _DECODE_TILES:
         flat = max(1, keys // block_n)
         for splits in (one, 2 * one):
             found.append(
@@ -54,8 +59,10 @@ def decode_candidates(
     return list(dict.fromkeys(c for c in found if c.num_splits <= max_splits))
 
 
-def prefill_candidates(head_dim: int = 128) -> list[prefill.PrefillAttentionConfig]:
+def prefill_candidates(
+    head_dim: int = 128, kv_dtype: torch.dtype = torch.bfloat16
+) -> list[prefill.PrefillAttentionConfig]:
     """Tiles that fit shared memory and registers at this head_dim."""
     if head_dim > 128:
-        return [prefill.heuristic(1, 1, head_dim, 1, 132)]
+        return [prefill.heuristic(1, 1, head_dim, 1, 132, kv_dtype)]
     return [prefill.PrefillAttentionConfig(*tile) for tile in _PREFILL_TILES]

@@ -10,7 +10,8 @@ and a hash of the kernel's source: after a mismatch the whole file is ignored wi
 is never overwritten (`engine.tune.cache_file` reads and writes them).
 
 An op module may define `KEY_FIELDS` (names in the order of the written key; default: the parameters
-of its `heuristic` without `sm_count`), `SOURCES` (file names beside it that its hash covers;
+of its `heuristic` without `sm_count`), `UNWRITTEN` (values of such a field that the key leaves
+out, so that a field can be added without renaming the entries there are), `SOURCES` (file names beside it that its hash covers;
 default: itself) and `NEAREST_FIELD` (an int field, e.g. the prefill bucket: a shape tuned at other
 sizes of it takes the next larger tuned size, else the next smaller one, within a factor of two;
 every configuration must be valid at every size).
@@ -147,7 +148,9 @@ def key_string(op: str, key: Mapping[str, Any]) -> str:
     missing = [f for f in fields if f not in key]
     if missing:
         raise EngineError(f"choose({op!r}): the key lacks {', '.join(missing)}")
-    return ",".join(f"{f}={_written(key[f])}" for f in fields)
+    unwritten = getattr(_op(op).load(), "UNWRITTEN", {})
+    written = ((f, _written(key[f])) for f in fields)
+    return ",".join(f"{f}={text}" for f, text in written if text not in unwritten.get(f, ()))
 
 
 def key_fields(op: str) -> tuple[str, ...]:

@@ -42,6 +42,29 @@ def poisoned_cache(
     return caches[0].to(device), caches[1].to(device)
 
 
+def fp8_cache(
+    lengths: list[int], max_len: int, heads: Heads, device: str
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
+    """K and V as e4m3 [S, NKV, max_len, D], their scales [S, NKV, max_len], and the fp64 values that they mean.
+
+    Tokens differ in size by up to 2^6, a few elements are e4m3 subnormals; codes and scales are NaN beyond
+    lengths[s]. Zero vectors have the scale that the writers give them.
+    """
+    from engine.kernels.quantize_rows import quantize_rows_ref
+
+    caches, scales, exact = [], [], []
+    for x in poisoned_cache(lengths, max_len, heads, torch.float32, "cpu"):
+        size = torch.exp2(torch.randint(-6, 1, x.shape[:3]).float())
+        size[:, :, 2::11] = 0.0
+        codes, scale = quantize_rows_ref(x * size[..., None])
+        for slot, length in enumerate(lengths):
+            scale[slot, :, length:] = float("nan")
+        caches.append(codes.to(device))
+        scales.append(scale.to(device))
+        exact.append(codes.double() * scale.double()[..., None])
+    return caches, (scales[0], scales[1]), exact
+
+
 def attend_one(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, heads: Heads, scale: float
 ) -> torch.Tensor:
@@ -56,16 +79,23 @@ def attend_one(
 
 
 def assert_close(
-    got: torch.Tensor, want: torch.Tensor, spread: torch.Tensor, dtype: torch.dtype
+    got: torch.Tensor,
+    want: torch.Tensor,
+    spread: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    roundings: float = 1.0,
+    floor: float = 2.0**-24,
 ) -> None:
     """got against fp64 `want`; spread = the same attention over |V|.
 
     The kernel rounds each softmax weight to 16 bit before the product with V (u * sum p |v|) and the result
     once (u * |out|); 2^-18 of the same for the fp32 rest: scores of magnitude 10 carry 10 * 2^-23 * log2(D).
+    roundings: of the products p v together, in units of u; floor: an absolute error besides.
     """
     assert not got.isnan().any()
     unit = UNIT[dtype]
-    bound = (unit + 2.0**-18) * spread + unit * want.abs() + 2.0**-24
+    bound = (roundings * unit + 2.0**-18) * spread + unit * want.abs() + floor
     error = (got.double() - want).abs()
     worst = (error / bound).max().item()
     assert worst <= 1.0, f"error is {worst:.2f} times the bound"

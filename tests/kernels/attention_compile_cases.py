@@ -7,6 +7,7 @@ import torch
 from engine.kernels import decode_attention as decode
 from engine.kernels import prefill_attention as prefill
 from engine.kernels import rope_append as rope
+from engine.kernels.decode_attention_kernel import decode_attention_kernel, kernel_constants
 from tests.kernels.attention_cases import (
     QWEN_7B,
     QWEN_72B_TP8,
@@ -23,30 +24,29 @@ SHAPES = {
     "d256": Heads(8, 1, 256),
 }
 SM_COUNT = 132
+FP8 = torch.float8_e4m3fn
 
 
 def _pointers(dtype: str, names: str) -> dict[str, str]:
     return {f"{name}_ptr": SIGNATURE[dtype] for name in names.split()}
 
 
-def compile_decode(
-    heads: Heads, config: decode.DecodeAttentionConfig, dtype: str = "bf16", *, prefetch: bool
-) -> Report:
-    """Compile as `decode_attention` launches it with PDL; max_model_len a multiple of 16."""
-    group = heads.num_heads // heads.num_kv_heads
-    signature = {
-        **_pointers(dtype, "q k v out"),
-        **_pointers("int32", "positions row_slots tickets"),
-        **_pointers("fp32", "partial stats"),
-        "max_len": "i32",
-        "max_splits": "i32",
-        "qk_scale": "fp32",
-    }
+def _shared_signature(dtype: str, fp8: bool, integers: str, scalars: str) -> dict[str, str]:
+    """Types of the arguments that both attention kernels have, and of their own int32 arrays and scalars."""
+    caches = _pointers("fp8" if fp8 else dtype, "k v")
+    scales = _pointers("fp32", "k_scale v_scale") if fp8 else {}
+    arrays = {**_pointers(dtype, "q out"), **caches, **scales, **_pointers("int32", integers)}
+    return {**arrays, **{name: "i32" for name in scalars.split()}, "qk_scale": "fp32"}
+
+
+def _compile(fn, signature: dict[str, str], constants: dict, config, counts: str) -> Report:
+    """With PDL; pointers and the named `counts` divisible by 16; a 16-bit cache has no scales."""
+    absent = {} if "k_scale_ptr" in signature else {"k_scale_ptr": None, "v_scale_ptr": None}
     return compile_sm90(
-        decode.decode_attention_kernel,
+        fn,
         signature,
-        decode.kernel_constants(config, group, heads.head_dim, prefetch=prefetch, pdl=True),
-        aligned=[n for n in signature if n.endswith("_ptr")] + ["max_len"],
+        {**constants, **absent},
+        aligned=[n for n in signature if n.endswith("_ptr")] + counts.split(),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         keep_text=True,
@@ -54,37 +54,57 @@ def compile_decode(
     )
 
 
+def compile_decode(
+    heads: Heads,
+    config: decode.DecodeAttentionConfig,
+    dtype: str = "bf16",
+    *,
+    prefetch: bool,
+    fp8: bool = False,
+) -> Report:
+    """Compile as `decode_attention` launches it with PDL; max_model_len a multiple of 16."""
+    signature = _shared_signature(dtype, fp8, "positions row_slots tickets", "max_len max_splits")
+    constants = kernel_constants(
+        config, heads.num_heads // heads.num_kv_heads, heads.head_dim, prefetch=prefetch, pdl=True
+    )
+    return _compile(
+        decode_attention_kernel,
+        {**signature, **_pointers("fp32", "partial stats")},
+        constants,
+        config,
+        "max_len",
+    )
+
+
 def compile_prefill(
-    heads: Heads, config: prefill.PrefillAttentionConfig, dtype: str = "bf16"
+    heads: Heads,
+    config: prefill.PrefillAttentionConfig,
+    dtype: str = "bf16",
+    *,
+    fp8: bool = False,
 ) -> Report:
     """Compile as `prefill_attention` launches it with PDL."""
     group = heads.num_heads // heads.num_kv_heads
-    signature = {
-        **_pointers(dtype, "q k v out"),
-        **_pointers("int32", "request"),
-        "tokens": "i32",
-        "max_len": "i32",
-        "qk_scale": "fp32",
-    }
     constants = prefill.kernel_constants(
         config, heads.num_kv_heads, group, heads.head_dim, pdl=True
     )
-    return compile_sm90(
+    return _compile(
         prefill.prefill_attention_kernel,
-        signature,
+        _shared_signature(dtype, fp8, "request", "tokens max_len"),
         constants,
-        aligned=[n for n in signature if n.endswith("_ptr")] + ["tokens", "max_len"],
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        launch_pdl=True,
+        config,
+        "tokens max_len",
     )
 
 
-def compile_rope(heads: Heads, *, norm: bool = False, decode: bool = False) -> Report:
+def compile_rope(
+    heads: Heads, *, norm: bool = False, decode: bool = False, fp8: bool = False
+) -> Report:
     """Compile as `rope_append` launches it with PDL; tokens and max_len multiples of 16 in prefill."""
     signature = {
-        **_pointers("bf16", "qkv q_out k_cache v_cache"),
-        **_pointers("fp32", "cos_sin"),
+        **_pointers("bf16", "qkv q_out"),
+        **_pointers("fp8" if fp8 else "bf16", "k_cache v_cache"),
+        **_pointers("fp32", "cos_sin k_scale v_scale" if fp8 else "cos_sin"),
         **_pointers("int32", "where positions" if decode else "where"),
         **(_pointers("bf16", "q_norm k_norm") if norm else {}),
         "eps": "fp32",
@@ -92,9 +112,7 @@ def compile_rope(heads: Heads, *, norm: bool = False, decode: bool = False) -> R
         "max_len": "i32",
     }
     block_t, block_d = 1 if decode else rope.BLOCK_T, heads.head_dim
-    absent = {} if norm else {"q_norm_ptr": None, "k_norm_ptr": None}
-    if not decode:
-        absent["positions_ptr"] = None
+    optional = ("positions_ptr", "q_norm_ptr", "k_norm_ptr", "k_scale_ptr", "v_scale_ptr")
     return compile_sm90(
         rope.rope_append_kernel,
         signature,
@@ -107,13 +125,37 @@ def compile_rope(heads: Heads, *, norm: bool = False, decode: bool = False) -> R
             DECODE=decode,
             NORM=norm,
             PDL=True,
-            **absent,
+            **{name: None for name in optional if name not in signature},
         ),
         aligned=[n for n in signature if n.endswith("_ptr")]
         + (["max_len"] if decode else ["tokens", "max_len"]),
         num_warps=rope.rope_warps(block_t, block_d),
         launch_pdl=True,
     )
+
+
+def fp8_reports() -> dict[str, Report]:
+    """The heuristics' configs over e4m3 caches: up to 8k one decode program a multiprocessor, at 128k two."""
+    reports: dict[str, Report] = {}
+    for name, heads in SHAPES.items():
+        group, kv_heads = heads.num_heads // heads.num_kv_heads, heads.num_kv_heads
+        for context in (8192, 131072) if name == "7b_tp1" else (8192,):
+            config = decode.heuristic(kv_heads, context, 1, SM_COUNT, FP8, heads.head_dim)
+            for prefetch in (False, True) if name == "7b_tp1" else (True,):
+                key = f"fp8 decode {name} {context} prefetch={prefetch}"
+                reports[key] = compile_decode(heads, config, prefetch=prefetch, fp8=True)
+        for t in (64, 8192) if name == "7b_tp1" else (8192,):
+            tiles = prefill.heuristic(kv_heads, group, heads.head_dim, t, SM_COUNT, FP8)
+            key = f"fp8 prefill {name} {tiles.block_m}x{tiles.block_n}"
+            reports[key] = compile_prefill(heads, tiles, fp8=True)
+    config = decode.heuristic(1, 131072, 1, SM_COUNT, FP8)
+    reports["fp8 decode fp16"] = compile_decode(
+        QWEN_72B_TP8, config, "fp16", prefetch=True, fp8=True
+    )
+    for in_decode in (False, True):
+        key = f"fp8 rope decode={in_decode}"
+        reports[key] = compile_rope(QWEN_7B, decode=in_decode, fp8=True)
+    return reports
 
 
 def main() -> None:
@@ -141,7 +183,7 @@ def main() -> None:
         "fp16",
         prefetch=True,
     )
-    print(to_json(reports))
+    print(to_json(reports | fp8_reports()))
 
 
 if __name__ == "__main__":

@@ -90,3 +90,47 @@ def test_rope_with_norms_sums_a_head_within_a_warp(reports: dict) -> None:
         assert r["shared_bytes"] == (0 if decode else 256), name
         assert set(r["global_stores"]) == {"64" if decode else "128"}, name
         assert r["global_loads"]["64" if decode else "128"] >= 2, name
+
+
+def test_fp8_decode_moves_e4m3_in_16_bytes_up_to_the_registers(reports: dict) -> None:
+    for name, r in _of(reports, "fp8 decode").items():
+        # K and V by LDGSTS.128, as many as in the first tile's LDG.128; the scales are the 4-byte copies.
+        assert set(r["async_copies"]) == {"128", "32"}, name
+        assert set(r["global_loads"]) <= {"128", "64", "32"}, name
+        assert r["tensor_core"].keys() == {"HMMA"}, name
+        # V comes transposed in 16-bit units; single bytes from shared memory would cost 64 times as many loads.
+        assert "LDSM.16.MT88" in r["sass"] and not re.search(r"\bLDS\.[US]8\b", r["sass"]), name
+        # Packed converts only: F2F runs at an eighth of their rate.
+        assert re.search(r"\bF2FP\.F16\.E4M3\.UNPACK_B\b", r["sass"]), name
+        assert not re.search(r"\bF2F\.(F16|BF16)", r["sass"]), name
+
+
+def test_fp8_prefetch_holds_one_tile(reports: dict) -> None:
+    """Before the wait: slot, position, K and V of the first tile in 16 bytes, its scales; 32 KB for 8 warps."""
+    for name, r in _of(reports, "fp8 decode 7b_tp1").items():
+        before, _ = r["sass"].split("ACQBULK")
+        wide = len(re.findall(r"\bLDG\.E\.128\b", before))
+        assert wide == (8 if "prefetch=True" in name else 0), name
+        assert "LDGSTS" not in before and not re.search(r"\b(STG|ATOMG|RED)\b", before), name
+
+
+def test_fp8_decode_fits_its_multiprocessor(reports: dict) -> None:
+    """4 warps: two programs each; 8 warps: one (attention_space.py)."""
+    for name, r in _of(reports, "fp8 decode").items():
+        assert r["shared_bytes"] + 1024 <= 227 * 1024 // (2 if "131072" in name else 1), name
+        assert 256 * r["registers"] <= 65536, name
+
+
+def test_fp8_prefill_is_wgmma_fed_by_16_byte_copies(reports: dict) -> None:
+    for name, r in _of(reports, "fp8 prefill").items():
+        assert r["tensor_core"].keys() == {"HGMMA"}, name
+        assert set(r["async_copies"]) == {"128", "32"}, name
+        assert r["async_copies"]["32"] <= r["async_copies"]["128"], name  # scales: not one a score
+        assert not re.search(r"\bF2F\.(F16|BF16)", r["sass"]), name
+
+
+def test_fp8_append_needs_no_local_memory_and_stores_words(reports: dict) -> None:
+    for name, r in _of(reports, "fp8 rope").items():
+        assert set(r["global_stores"]) <= {"128", "64", "32"}, name
+        assert r["global_loads"]["64" if "decode=True" in name else "128"] >= 1, name
+        assert r["local_accesses"] == 0, name

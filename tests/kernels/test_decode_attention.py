@@ -14,6 +14,7 @@ from tests.kernels.attention_cases import (
     Heads,
     assert_close,
     attend_one,
+    fp8_cache,
     poisoned_cache,
 )
 
@@ -28,11 +29,15 @@ class Case:
     """Slots of the given contexts and rows that read them."""
 
     def __init__(
-        self, heads: Heads, contexts: list[int], row_slots: list[int], dtype, device, scale=None
-    ) -> None:
+        self, heads: Heads, contexts: list[int], row_slots: list[int], dtype, device, scale=None,
+        fp8=False,
+    ) -> None:  # fmt: skip
         self.heads, self.dtype, self.contexts, self.device = heads, dtype, contexts, device
-        self.slots = row_slots
-        self.k, self.v = poisoned_cache(contexts, MAX_LEN, heads, dtype, device)
+        self.slots, self.scales = row_slots, None
+        if fp8:
+            (self.k, self.v), self.scales, self.exact = fp8_cache(contexts, MAX_LEN, heads, device)
+        else:
+            self.k, self.v = poisoned_cache(contexts, MAX_LEN, heads, dtype, device)
         self.positions = torch.tensor(contexts, dtype=torch.int32, device=device) - 1
         self.row_slots = torch.tensor(row_slots, dtype=torch.int32, device=device)
         self.q = torch.randn(len(row_slots), heads.num_heads * heads.head_dim).to(dtype).to(device)
@@ -53,7 +58,7 @@ class Case:
         space = workspace or self.workspace()
         decode_attention(
             self.q, self.k, self.v, self.positions, self.row_slots, out, space,
-            config=config, **self.kwargs, **kwargs,
+            config=config, scales=self.scales, **self.kwargs, **kwargs,
         )  # fmt: skip
         assert not space.tickets.any(), "a ticket was not reset"
         return out
@@ -61,12 +66,13 @@ class Case:
     def expected(self, absolute: bool = False) -> torch.Tensor:
         """fp64 [R, NQ * D]; over |V| if `absolute`."""
         rows = []
+        k, v = (self.k.cpu(), self.v.cpu()) if self.scales is None else self.exact
         for row, slot in enumerate(self.slots):
             if slot < 0:
                 rows.append(torch.zeros(self.q.shape[1], dtype=torch.float64))
                 continue
             n = self.contexts[slot]
-            keys, values = self.k[slot, :, :n].cpu(), self.v[slot, :, :n].cpu()
+            keys, values = k[slot, :, :n], v[slot, :, :n]
             rows.append(
                 attend_one(
                     self.q[row].cpu(),
@@ -79,7 +85,10 @@ class Case:
         return torch.stack(rows)
 
     def check(self, out: torch.Tensor) -> None:
-        assert_close(out.cpu(), self.expected(), self.expected(absolute=True), self.dtype)
+        # FP8 weights p max |v| below fp16's normal numbers lose 2^-25 each, of values that are 1 at most.
+        floor = 2.0**-24 if self.scales is None else max(self.contexts) * 2.0**-25
+        spread = self.expected(absolute=True)
+        assert_close(out.cpu(), self.expected(), spread, self.dtype, floor=floor)
 
 
 def _config(**changes):
@@ -89,12 +98,13 @@ def _config(**changes):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32, torch.float64])
-def test_reference_matches_an_independent_attention(dtype) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_reference_matches_an_independent_attention(dtype, fp8) -> None:
     from engine.kernels.decode_attention import decode_attention_ref
 
-    case = Case(QWEN_7B, CONTEXTS, [3, -1, 5, 0, 4, 2, 1], dtype, "cpu")
+    case = Case(QWEN_7B, CONTEXTS, [3, -1, 5, 0, 4, 2, 1], dtype, "cpu", fp8=fp8)
     got = decode_attention_ref(
-        case.q, case.k, case.v, case.positions, case.row_slots, **case.kwargs
+        case.q, case.k, case.v, case.positions, case.row_slots, scales=case.scales, **case.kwargs
     )
     assert got.dtype == dtype
     eps = max(torch.finfo(dtype).eps, 1e-6 if dtype != torch.float64 else 1e-14)
@@ -108,6 +118,44 @@ def test_shapes_and_odd_contexts(device: str, heads: Heads, prefetch: bool) -> N
     out = case.run(_config(), prefetch=prefetch)
     case.check(out)
     assert not out[1].any()  # the padding row is zero, not merely finite
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [(QWEN_7B, BF16), (QWEN_72B_TP8, FP16), (QWEN_72B_TP8, BF16), (SMOLLM2, FP16), (Heads(5, 1, 128), BF16),
+     (Heads(2, 2, 64), FP16), (Heads(16, 1, 32), BF16), (Heads(4, 2, 80), BF16)],
+)  # fmt: skip
+def test_fp8_kv(device: str, heads: Heads, dtype) -> None:
+    """The same bound as for a 16-bit cache of the dequantised values: decode rounds nothing else."""
+    case = Case(heads, CONTEXTS, [3, -1, 5, 0, 4, 2, 1], dtype, device, fp8=True)
+    out = case.run(_config(), prefetch=True)
+    case.check(out)
+    assert not out[1].any()
+    assert torch.equal(case.run(_config(), prefetch=False), out)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-4, 3e3])
+def test_fp8_queries_of_any_size(device: str, size: float) -> None:
+    """bf16 queries far outside fp16's range beside ordinary ones; scores stay ordinary as K's scale makes up."""
+    case = Case(QWEN_7B_TP4, [300, 33], [0, 1], BF16, device, fp8=True)
+    head = slice(128, 256)
+    case.q[:, head] = (case.q[:, head].float() * size).to(BF16)
+    case.check(case.run(_config()))
+    case = Case(QWEN_7B_TP4, [300, 33], [0, 1], BF16, device, fp8=True)
+    case.q *= 2.0**100
+    case.scales[0].mul_(2.0**-100)
+    case.exact[0] *= 2.0**-100
+    case.check(case.run(_config()))
+
+
+def test_fp8_nan_is_not_lost(device: str) -> None:
+    """A NaN code or scale of a live key reaches the output."""
+    for spoil in (lambda c: c.k.view(torch.uint8)[0, 0, 7, 5].fill_(0x7F),
+                  lambda c: c.v.view(torch.uint8)[0, 0, 7, 5].fill_(0xFF),
+                  lambda c: c.scales[1][0, 0, 7].fill_(float("nan"))):  # fmt: skip
+        case = Case(QWEN_7B_TP4, [20], [0], BF16, device, fp8=True)
+        spoil(case)
+        assert case.run(_config()).isnan().any()
 
 
 @pytest.mark.parametrize("heads", [QWEN_7B_TP4, SMOLLM2])
@@ -162,11 +210,13 @@ def test_one_workspace_serves_many_calls(device: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [QWEN_72B_TP8, SMOLLM2])
-def test_a_slot_gives_the_same_bits_in_any_batch(device: str, heads: Heads) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_slot_gives_the_same_bits_in_any_batch(device: str, heads: Heads, fp8: bool) -> None:
     from engine.kernels.decode_attention import heuristic
 
-    batch = Case(heads, CONTEXTS, [5, 0, 4, -1, 1, 2, 3, 5], FP16, device)
-    configs = {heuristic(heads.num_kv_heads, MAX_LEN, r, 132, FP16, heads.head_dim) for r in (1, 8)}
+    batch = Case(heads, CONTEXTS, [5, 0, 4, -1, 1, 2, 3, 5], FP16, device, fp8=fp8)
+    kv = batch.k.dtype
+    configs = {heuristic(heads.num_kv_heads, MAX_LEN, r, 132, kv, heads.head_dim) for r in (1, 8)}
     assert len(configs) == 1
     (config,) = configs
     together = batch.run(config)
@@ -174,6 +224,7 @@ def test_a_slot_gives_the_same_bits_in_any_batch(device: str, heads: Heads) -> N
         if row in (0, 2, 6):
             alone = Case(heads, CONTEXTS, [slot], FP16, device)
             alone.k, alone.v, alone.q = batch.k, batch.v, batch.q[row : row + 1].contiguous()
+            alone.scales = batch.scales
             assert torch.equal(alone.run(config)[0], together[row])
 
 
@@ -195,11 +246,12 @@ def test_workspace_too_small(device: str) -> None:
 @pytest.mark.parametrize("context", [64, 512, 4096, 32768, 131072])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_heuristic(kv_heads: int, context: int, head_dim: int) -> None:
+@pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn])
+def test_heuristic(kv_heads: int, context: int, head_dim: int, kv_dtype) -> None:
     from engine.kernels.decode_attention import MAX_SPLITS, heuristic
 
-    config = heuristic(kv_heads, context, 1, 132, BF16, head_dim)
-    assert config == heuristic(kv_heads, context, 8, 132, BF16, head_dim)
+    config = heuristic(kv_heads, context, 1, 132, kv_dtype, head_dim)
+    assert config == heuristic(kv_heads, context, 8, 132, kv_dtype, head_dim)
     assert 1 <= config.num_splits <= MAX_SPLITS
     assert config.num_splits * config.block_n < context + config.block_n
     if context >= 32768:  # a long context fills the chip, but for the last few multiprocessors

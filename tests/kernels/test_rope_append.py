@@ -119,7 +119,7 @@ def _close_normed(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("row_slots", [[1], [2, -1, 0], [-1], [0, 1, 2, -1, -1]], ids=str)
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
 def test_decode_rows(device, dtype, use_kernel, heads: Heads, row_slots, norm) -> None:
-    from engine.kernels.rope_append import rope_append, rope_append_ref
+    from engine.kernels.rope_append import DecodeRows, QKNorm, rope_append, rope_append_ref
 
     nq, nkv, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
     rows = len(row_slots)
@@ -132,9 +132,9 @@ def test_decode_rows(device, dtype, use_kernel, heads: Heads, row_slots, norm) -
     slots = torch.tensor(row_slots, dtype=torch.int32, device=device)
     table = _table(d)
     caches = torch.full((2, SLOTS, nkv, MAX_LEN, d), float("nan"), dtype=dtype, device=device)
-    extra = dict(positions=positions, row_slots=slots)
+    extra = dict(rows=DecodeRows(positions, slots))
     if norm:
-        extra |= dict(q_norm=gains[0], k_norm=gains[1], eps=1e-6)
+        extra |= dict(norm=QKNorm(gains[0], gains[1], 1e-6))
     if use_kernel:
         q_out = torch.full((rows, nq * d), float("nan"), dtype=dtype, device=device)
         rope_append(qkv, q_out, caches[0], caches[1], table.to(device), **extra, **heads.kwargs)
@@ -162,7 +162,7 @@ def test_decode_rows(device, dtype, use_kernel, heads: Heads, row_slots, norm) -
     "heads", [Heads(4, 1, 128), Heads(9, 3, 64), Heads(1, 1, 256), Heads(2, 1, 80)]
 )
 def test_prefill_with_norms(device, dtype, use_kernel, heads: Heads) -> None:
-    from engine.kernels.rope_append import rope_append, rope_append_ref
+    from engine.kernels.rope_append import QKNorm, rope_append, rope_append_ref
 
     nq, nkv, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
     tokens, slot, start, length = 20, 2, 37, 17
@@ -171,7 +171,7 @@ def test_prefill_with_norms(device, dtype, use_kernel, heads: Heads) -> None:
     gains = (1 + 0.15 * torch.randn(2, d).clamp(-3, 3)).to(dtype).to(device)
     table = _table(d)
     caches = torch.full((2, SLOTS, nkv, MAX_LEN, d), float("nan"), dtype=dtype, device=device)
-    where, extra = (slot, start, length), dict(q_norm=gains[0], k_norm=gains[1], eps=1e-6)
+    where, extra = (slot, start, length), dict(norm=QKNorm(gains[0], gains[1], 1e-6))
     if use_kernel:
         q_out = torch.full((tokens, nq * d), float("nan"), dtype=dtype, device=device)
         request = torch.tensor(where, dtype=torch.int32, device=device)
@@ -191,3 +191,94 @@ def test_prefill_with_norms(device, dtype, use_kernel, heads: Heads) -> None:
     assert torch.equal(caches[1, slot, :, start:stop].transpose(0, 1).cpu().double(), v)
     caches[:, slot, :, start:stop] = float("nan")
     assert caches.isnan().all()
+
+
+# FP8 KV
+
+
+def _fp8_append(qkv, table, heads: Heads, use_kernel: bool, where: dict, norm=None):
+    """(q_out, the two caches, their scales) after an append to a poisoned e4m3 cache."""
+    from engine.kernels.rope_append import rope_append, rope_append_ref
+
+    shape = (SLOTS, heads.num_kv_heads, MAX_LEN, heads.head_dim)
+    codes = torch.full((2, *shape), 0x7F, dtype=torch.uint8, device=qkv.device)  # NaN
+    caches = codes.view(torch.float8_e4m3fn)
+    scales = torch.full((2, *shape[:3]), float("nan"), device=qkv.device)
+    extra = dict(scales=(scales[0], scales[1]), norm=norm, **heads.kwargs)
+    if use_kernel:
+        q_out = torch.full_like(qkv[:, : heads.num_heads * heads.head_dim], float("nan"))
+        q_out = q_out.contiguous()
+        if "request" in where:
+            where = {"request": torch.tensor(where["request"], dtype=torch.int32).to(qkv.device)}
+        rope_append(qkv, q_out, *caches, table, **where, **extra)
+    else:
+        position = where.get("request", ())
+        rows = {} if position else where
+        q_out = rope_append_ref(qkv, *caches, table, *position, **rows, **extra)
+    return q_out, codes, scales
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("use_kernel", [True, False], ids=["kernel", "ref"])
+@pytest.mark.parametrize(
+    "heads", [QWEN_7B, Heads(4, 2, 64), Heads(5, 1, 128), Heads(2, 1, 80), Heads(4, 2, 16)]
+)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "norm"])
+def test_fp8_is_the_16_bit_cache_quantised(
+    device, dtype, use_kernel, heads, phase, qk_norm
+) -> None:
+    """Bit for bit e4m3(x * (448 / max |x|)) of what a 16-bit cache holds, with the scale max |x| / 448; tokens of any
+    size and of nothing but zeros; the rest of the cache and of the scales untouched."""
+    from engine.kernels.rope_append import DecodeRows, QKNorm, rope_append, rope_append_ref
+
+    nq, nkv, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
+    tokens, table = (20, _table(d).to(device)) if phase == "prefill" else (4, _table(d).to(device))
+    qkv = torch.randn(tokens, nq + 2 * nkv, d)
+    qkv *= torch.exp2(torch.randint(-9, 10, (tokens, nq + 2 * nkv, 1)).float())
+    qkv[1] = 0.0
+    qkv = qkv.flatten(1).to(dtype).to(device)
+    norm = None
+    if qk_norm:
+        gains = (1 + 0.15 * torch.randn(2, d).clamp(-3, 3)).to(dtype).to(device)
+        norm = QKNorm(gains[0], gains[1], 1e-6)
+    if phase == "prefill":
+        qkv[17:] = float("nan")
+        where, written = {"request": (2, 37, 17)}, [(2, 37 + i) for i in range(17)]
+    else:
+        qkv[2] = float("nan")
+        positions = torch.tensor([95, 0, 41], dtype=torch.int32, device=device)
+        slots = torch.tensor([2, 0, -1, 1], dtype=torch.int32, device=device)
+        where, written = {"rows": DecodeRows(positions, slots)}, [(2, 41), (0, 95), (1, 0)]
+    q_out, codes, scales = _fp8_append(qkv, table, heads, use_kernel, where, norm)
+
+    plain = torch.full((2, SLOTS, nkv, MAX_LEN, d), float("nan"), dtype=dtype, device=device)
+    extra = dict(norm=norm, **heads.kwargs)
+    q_plain = torch.full((tokens, nq * d), float("nan"), dtype=dtype, device=device)
+    if use_kernel:
+        request = torch.tensor(where.get("request", (0, 0, 0)), dtype=torch.int32, device=device)
+        rope_append(qkv, q_plain, *plain, table, request, rows=where.get("rows"), **extra)
+    else:
+        place = where.get("request", ())
+        q_plain = rope_append_ref(qkv, *plain, table, *place, rows=where.get("rows"), **extra)
+    assert torch.equal(q_out, q_plain)
+    for slot, at in written:
+        x = plain[:, slot, :, at].float().cpu()  # [2, NKV, D]
+        amax = x.abs().amax(-1).clamp(min=1e-30)
+        most = torch.full_like(amax, 448.0)
+        want = (x * (most / amax)[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
+        assert torch.equal(codes[:, slot, :, at].cpu(), want)
+        assert torch.equal(scales[:, slot, :, at].cpu(), amax / most)
+        codes[:, slot, :, at], scales[:, slot, :, at] = 0x7F, float("nan")
+    assert (codes == 0x7F).all() and scales.isnan().all()
+
+
+def test_fp8_keeps_nan(device: str) -> None:
+    """A NaN in a head vector stays one in the cache, so that the logits show it."""
+    heads = Heads(1, 1, 64)
+    qkv = torch.randn(1, 192, device=device).bfloat16()
+    qkv[0, 64 + 5] = qkv[0, 128 + 9] = float("nan")
+    _, codes, scales = _fp8_append(qkv, _table(64).to(device), heads, True, {"request": (0, 3, 1)})
+    values = codes.view(torch.float8_e4m3fn)[:, 0, 0, 3].float() * scales[:, 0, 0, 3, None]
+    assert values[0, 4:6].isnan().all() and values[1, 9].isnan()  # RoPE spreads it over the pair
+    assert values.isnan().sum() == 3

@@ -31,7 +31,9 @@ def fuse_epilogue(graph: Graph) -> Graph:
             reader is None
             or reader.kind not in fusable
             or reader.input(first) != op.out
-            or reader.find("q_norm") is not None  # a norm over a head: more than a program holds
+            # A norm over a head, or the scale of one: more than a program holds.
+            or reader.find("q_norm") is not None
+            or reader.find("k_scale") is not None
         ):
             ops.append(op)
             continue

@@ -79,7 +79,8 @@ def _merged(group: dict[str, Op], weights: dict[str, WeightSpec]) -> list[Op]:
         attrs["qk_norm_eps"] = group["q_norm"].attrs["eps"]
     rope = make_op(
         "rope_append", rope_q, "qkv", layer, {**attrs, "style": "half"},
-        qkv=qkv, k_cache=append.input("k_cache"), v_cache=append.input("v_cache"), table=table,
+        qkv=qkv, k_cache=append.input("k_cache"), v_cache=append.input("v_cache"),
+        k_scale=append.find("k_scale"), v_scale=append.find("v_scale"), table=table,
         positions=append.input("positions"), where=append.input("where"), **norms,
     )  # fmt: skip
     return [linear, rope]
