@@ -137,7 +137,7 @@ def _engine_seconds(
 
     def step_s(phase: str, rows: int, context: int) -> float:
         p = predict(model, tp, phase=phase, quantization=kind, rows=rows, context=context,  # type: ignore[arg-type]
-                    shard_of=shard_of, constants=PRIOR[kind])  # fmt: skip
+                    shard_of=shard_of, constants=PRIOR[kind], fp8_prefill=kind == "fp8")  # fmt: skip
         return p.total_us * 1e-6
 
     def prompt_s(length: int) -> float:

@@ -205,6 +205,7 @@ def add(
     common: dict[str, Any] = dict(
         phase="decode" if decode else "prefill", quantization=config.quantization,
         rows=1 if decode else context, context=mean_context if decode else 0,
+        fp8_prefill=config.fp8_prefill(config.quantization),
     )  # fmt: skip
     whole = predict(model, degree, **common)
     part = predict(model, config.tensor_parallel_size, shard_of=degree, **common)
