@@ -82,7 +82,10 @@ def op_cost(op: Op, graph: Graph, fp8: bool, context: int, act_bytes: int = ACT_
 def _kv_bytes(op: Op, graph: Graph, context: int, act_bytes: int) -> int:
     if "num_kv_heads" not in op.attrs:
         return 0
-    token = 2 * op.attrs["num_kv_heads"] * op.attrs["head_dim"] * act_bytes
+    head = op.attrs["head_dim"] * act_bytes
+    if op.find("k_scale") is not None:  # e4m3 and an fp32 scale
+        head = op.attrs["head_dim"] + 4
+    token = 2 * op.attrs["num_kv_heads"] * head
     if op.kind != "attention":  # the append
         return graph.rows * token
     return token * (graph.rows * (context + 1) if graph.phase == "decode" else context + graph.rows)
@@ -120,24 +123,27 @@ def add_up(costs: Iterable[Cost]) -> Cost:
 
 @lru_cache(maxsize=64)
 def _short(
-    config: ModelConfig, phase: Phase, rows: int, tp: int, shard_of: int | None, fp8_prefill: bool
-) -> Graph:
-    short = with_layers(config, min(2, config.num_layers))
-    return run_passes(
-        build(short, phase=phase, rows=rows, tp=tp, shard_of=shard_of, fp8_prefill=fp8_prefill)
-    )
+    config: ModelConfig, phase: Phase, rows: int, tp: int, shard_of: int | None, fp8_prefill: bool,
+    fp8_kv: bool,
+) -> Graph:  # fmt: skip
+    unfused = build(
+        with_layers(config, min(2, config.num_layers)), phase=phase, rows=rows, tp=tp,
+        shard_of=shard_of, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv,
+    )  # fmt: skip
+    return run_passes(unfused)
 
 
 def op_costs(
     config: ModelConfig, tp: int, *, phase: Phase, rows: int, context: int, fp8: bool,
-    shard_of: int | None = None, fp8_prefill: bool = False,
+    shard_of: int | None = None, fp8_prefill: bool = False, fp8_kv: bool = False,
 ) -> list[tuple[str, int, Cost]]:  # fmt: skip
-    """(stage, times a step runs it, cost of one) of each op. fp8_prefill: --prefill-activations fp8. Raises EngineError for an impossible TP degree.
+    """(stage, times a step runs it, cost of one) of each op. fp8_prefill: --prefill-activations fp8; fp8_kv:
+    --kv-cache-dtype fp8. Raises EngineError for an impossible TP degree.
 
     Two layers are compiled, and the second counted for all behind it: they run the same ops, and of the first
     only the qkv GEMV differs, which awaits no all-reduce.
     """
-    graph = _short(config, phase, rows, tp, shard_of, fp8_prefill)
+    graph = _short(config, phase, rows, tp, shard_of, fp8_prefill, fp8_kv)
     return [
         (op.stage, config.num_layers - 1 if op.layer == 1 else 1, op_cost(op, graph, fp8, context))
         for op in graph.ops
