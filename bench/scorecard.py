@@ -31,8 +31,10 @@ from typing import Any
 from bench.rows import Rows
 from bench.scorecard_parts import CONTEXTS, PROMPTS, RUNS, SOAK_PROMPTS, SOAK_TOKENS, TOKENS
 from engine.config import ModelConfig, preset
-from engine.model import predict
+from engine.errors import EngineError
+from engine.model import gpu_named, predict
 from engine.model.calibrate import PRIOR
+from engine.model.exchange import predicted
 
 MODEL = "qwen2.5-72b"
 DEGREES = (1, 2, 4, 8)
@@ -215,6 +217,23 @@ class Scorecard:
         self.rows.add("section_failed", seconds, "s", algorithm=text, section=section.name)
 
 
+def forecast_all_reduce(rows: Rows, gpus: int) -> None:
+    """Rows of what engine/model/exchange.py predicts for the degrees beyond the GPUs, from the two-rank rows here."""
+    here = [{**row, "bench": "all_reduce"} for row in rows.rows if row["metric"] == "all_reduce_us"]
+    name = rows.rows[0]["gpu"] if rows.rows else ""
+    costs, lines = predicted(here, [n for n in (4, 8) if n > gpus], gpu_named(name))
+    for line in lines:
+        for algorithm in ("lamport", "two_shot", "flag"):
+            rows.add(
+                "predicted_all_reduce_us", getattr(line, f"{algorithm}_us"), "us", tp=line.tp,
+                bytes=line.nbytes, algorithm=f"PREDICTION {algorithm}", section="forecast",
+                assumptions=(
+                    f"launch {costs.launch_us:.2f} us, flight {costs.flight_us:.2f} us at two ranks "
+                    f"({costs.source}), links {costs.rate / 1e9:.0f} GB/s each way, no skew, no switch hop"
+                ),
+            )  # fmt: skip
+
+
 def _run(section: Section, folder: Path, limit: float) -> tuple[str, str | None]:
     """(what the command said, None or why it failed). What it started ends with it."""
     command = [sys.executable, "-m", *section.command]
@@ -337,6 +356,11 @@ def main(argv: list[str] | None = None) -> int:
     card = Scorecard(Path(os.environ.get("OUT", "out")), again=args.again)
     for section in sections:
         card.run(section, args.time_limit - (time.monotonic() - begin))
+    card.rows.rows[:] = [row for row in card.rows.rows if row["section"] != "forecast"]
+    try:
+        forecast_all_reduce(card.rows, gpus)
+    except EngineError as e:  # a GPU that the model does not know
+        print(f"no forecast of the all-reduce: {e}")
     print(summary(card.rows.rows))
     print(f"rows: {card.rows.path}; {time.monotonic() - begin:.0f} s")
     return 0

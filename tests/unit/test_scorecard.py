@@ -12,6 +12,7 @@ from bench.deployment import parse
 from bench.rows import Rows
 from bench.scorecard import Scorecard, Section, plan
 from engine.config import preset
+from engine.errors import EngineError
 from engine.model import gpu_named
 from engine.model.calibrate import usable
 
@@ -123,6 +124,22 @@ def test_a_forecast_is_marked_and_never_a_measurement(metric, value, ranks):
     assert forecast["algorithm"] not in render.TABLES["end-to-end"]([share, forecast])
     assert render.TABLES["end-to-end"]([forecast]) == render.TABLES["end-to-end"]([])
     assert usable([share, forecast], metric, gpu_named("h200")) == [], "nothing is fitted to it"
+
+
+def test_the_all_reduce_of_larger_degrees_is_a_forecast_from_the_rows_at_hand():
+    rows = Rows("scorecard", write=False)
+    rows._environment |= {"gpu": "NVIDIA H200", "gpus": 2, "commit": "abc"}
+    for name, value in (("copy_kernel", 1.2), ("lamport_fused", 2.6), ("flag", 4.0)):
+        rows.add("all_reduce_us", value, "us", tp=2, bytes=16384, algorithm=name)
+    scorecard.forecast_all_reduce(rows, 2)
+    added = rows.rows[3:]
+    assert {row["tp"] for row in added} == {4, 8} and len(added) >= 6
+    for row in added:
+        assert row["metric"] == "predicted_all_reduce_us" and row["value"] > 1.2
+        assert row["algorithm"].startswith("PREDICTION ") and "at abc" in row["assumptions"]
+    assert all(row["algorithm"].split()[1] in ("lamport", "two_shot", "flag") for row in added)
+    with pytest.raises(EngineError, match="no figures for the GPU"):
+        scorecard.forecast_all_reduce(Rows("scorecard", write=False), 2)
 
 
 def test_what_is_measured_has_no_forecast():
