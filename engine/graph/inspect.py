@@ -19,7 +19,7 @@ from engine.config import ModelConfig
 from engine.graph.ir import Graph
 from engine.graph.lower import Launch, lower
 from engine.graph.plan import plan
-from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
+from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes, maxima_pairs
 from engine.runtime.exchange import graph_exchange
 
 META = torch.device("meta")
@@ -44,6 +44,7 @@ def meta_launches(
     sizes = Sizes(
         slots=rows, rows=rows, tokens=graph.rows, max_model_len=context, arena_bytes=buffers.arena_bytes,
         gemm=gemm_workspace_sizes([graph], lambda name: weights[name].weight.dtype),
+        maxima=maxima_pairs([graph], lambda name: weights[name].weight.dtype),
         exchange=graph_exchange([graph]),
     )  # fmt: skip
     ranks = allocate_ranks(

@@ -151,12 +151,13 @@ class Interpreter:
             self._read(op, "x", rank), self._read(op, "weight", rank), op.attrs["eps"]
         )
 
-    def _linear(self, op: Op, rank: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def _linear(self, op: Op, rank: int) -> tuple[torch.Tensor, ...]:
         x = self._read(op, "x", rank)
-        if not op.polls:
-            return self._product(op, rank, x)
-        hidden = (self._sum(op.input("message")) + x).to(x.dtype)
-        return self._product(op, rank, hidden), hidden
+        if op.polls:
+            x = (self._sum(op.input("message")) + x).to(x.dtype)
+        y = self._product(op, rank, x)
+        best = (self._maxima(y),) if op.attrs.get("epilogue") == "maxima" else ()
+        return (y, *best, x) if op.polls else (y, *best)
 
     def _product(self, op: Op, rank: int, x: torch.Tensor) -> torch.Tensor:
         if op.find("norm") is not None:
@@ -301,8 +302,12 @@ class Interpreter:
         return self._choose(rank)
 
     def _argmax_partial(self, op: Op, rank: int) -> torch.Tensor:
-        logits = self._read(op, "logits", rank)
-        return torch.stack(logits.max(dim=-1), dim=-1)  # for inspection; _choose reads the logits
+        return self._maxima(self._read(op, "logits", rank))
+
+    @staticmethod
+    def _maxima(logits: torch.Tensor) -> torch.Tensor:
+        """(value, id) of each row, for inspection; _choose reads the logits."""
+        return torch.stack(logits.max(dim=-1), dim=-1)
 
     def _argmax_push(self, op: Op, rank: int) -> torch.Tensor:
         return self.env[rank][op.input("best")]

@@ -24,9 +24,9 @@ OP_KINDS: dict[str, str] = {
     "embedding": "y[n,H] = table[tokens]",
     "rmsnorm": "y = x / rms(x) * weight",
     "linear": "y[n,N] = x[n,K] @ w[N,K]^T (+ bias); attrs norm_eps: x is RMS-normalised with the "
-    "norm weight first; epilogue: store | silu_mul | rope_append | residual | push; with an x_scale "
-    "[n], x is FP8; with a message, x is the residual: h = x + the message summed over ranks takes "
-    "its place and is the second output",
+    "norm weight first; epilogue: store | silu_mul | rope_append | residual | push | maxima (a second "
+    "output, that of argmax_partial); with an x_scale [n], x is FP8; with a message, x is the residual: h = "
+    "x + the message summed over ranks takes its place and is the last output",
     "quantize_rows": "y, scale[n] = x / scale as FP8, max |x| / 448 of each row",
     "rmsnorm_quantize": "the same of rmsnorm(x)",
     "head_norm": "y = x / rms(x) * weight over each head of q or k (QK-norm)",
@@ -119,7 +119,7 @@ class Op:
 
     @property
     def polls(self) -> bool:
-        """Whether it is a linear that waits for an all-reduce itself: outputs (y, hidden state)."""
+        """Whether it is a linear that waits for an all-reduce itself: its last output is the hidden state."""
         return self.kind == "linear" and self.find("message") is not None
 
     @property

@@ -15,14 +15,14 @@ import torch
 from engine.graph.facts import ALGORITHM, GEMV_MAX_ROWS, choice
 from engine.graph.ir import Graph, Op, Value
 from engine.graph.lower_exchange import ExchangeOps
-from engine.graph.plan import BufferPlan, has_buffer, value_bytes
+from engine.graph.plan import BufferPlan, arena_outputs, value_bytes
 from engine.kernels import argmax, sample
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.embedding import embedding
-from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
+from engine.kernels.epilogue import Epilogue, Maxima, Push, Residual, RopeAppend, SiluMul, Store
 from engine.kernels.gather_row import gather_row
 from engine.kernels.gemm import gemm
-from engine.kernels.gemv import gemv
+from engine.kernels.gemv import gemv, gemv_programs
 from engine.kernels.norm import rmsnorm
 from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.quantize_rows import FP8, quantize_rows, rmsnorm_quantize
@@ -148,7 +148,7 @@ class _Lowering(ExchangeOps):
                 total += loaded.weight.nbytes + (0 if loaded.scale is None else loaded.scale.nbytes)
             elif value.kind == "temp":
                 total += value_bytes(value, item)
-        return total + sum(value_bytes(value, item) for value in op.outputs if has_buffer(op))
+        return total + sum(value_bytes(value, item) for value in arena_outputs(op))
 
     # Ops
 
@@ -200,6 +200,8 @@ class _Lowering(ExchangeOps):
             assert rank.peer_table is not None
             return Push(rank.peer_table, self._slot(op), rank.index, rank.world)
         out = self.tensors[op.out]
+        if kind == "maxima":
+            return self._maxima(op, out)
         if kind == "silu_mul":
             return SiluMul(out)
         if kind == "residual":
@@ -212,6 +214,18 @@ class _Lowering(ExchangeOps):
                 self._row_slots(), op.attrs["num_heads"], op.attrs["num_kv_heads"], op.attrs["head_dim"],
             )  # fmt: skip
         return Store(out)
+
+    def _maxima(self, op: Op, logits: torch.Tensor) -> Maxima:
+        rank, state, (rows, n) = self.rank, self.rank.state, logits.shape
+        weight = self._in(op, "w")
+        chosen = choice(op, self.graph, self._weight_dtype, rank.dtype, self._kv_length())
+        assert chosen is not None
+        parts = gemv_programs(choose(*chosen), n, weight.shape[1], rows, weight.dtype)
+        return Maxima(
+            logits, *self._set_best(rows, parts), state.temperature, state.seeds, state.positions,
+            rank.row_slots[:rows], op.attrs["vocab_size"], rank.index * op.attrs["shard_size"],
+            self._request(),
+        )  # fmt: skip
 
     def _heads(self, op: Op) -> Mapping[str, Any]:
         return {key: op.attrs[key] for key in ("num_heads", "num_kv_heads", "head_dim")}
@@ -255,19 +269,21 @@ class _Lowering(ExchangeOps):
         rows = logits.shape[0]
         return self._launch(
             op, argmax.argmax_partial, logits, state.temperature, state.seeds, state.positions,
-            rank.row_slots[:rows], rank.best_values[:rows], rank.best_ids[:rows],
+            rank.row_slots[:rows], *self._set_best(rows, argmax.argmax_programs(logits.shape[1])),
             vocab_size=op.attrs["vocab_size"], id_offset=rank.index * op.attrs["shard_size"],
             request=self._request(),
         )  # fmt: skip
 
-    def _best(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = op.outputs[0].shape[0]
-        return self.rank.best_values[:rows], self.rank.best_ids[:rows]
+    def _set_best(self, rows: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and ids [rows, parts] for the maxima of the op being lowered; those behind it read them."""
+        values, ids = self.rank.best_values[: rows * parts], self.rank.best_ids[: rows * parts]
+        self.best = values.view(rows, parts), ids.view(rows, parts)
+        return self.best
 
     def _argmax_push(self, op: Op) -> Launch:
         rank = self.rank
         return self._launch(
-            op, argmax.argmax_push, *self._best(op), rank.token_table, 0,
+            op, argmax.argmax_push, *self.best, rank.token_table, 0,
             rank=rank.index, world=rank.world,
         )  # fmt: skip
 
@@ -280,7 +296,7 @@ class _Lowering(ExchangeOps):
 
     def _argmax_finish(self, op: Op) -> Launch:
         return self._launch(
-            op, argmax.argmax_finish, *self._best(op), *self._outcome(op), request=self._request()
+            op, argmax.argmax_finish, *self.best, *self._outcome(op), request=self._request()
         )
 
     # Sampling under controls (graph/tail.py)
@@ -318,7 +334,8 @@ class _Lowering(ExchangeOps):
         rows, total = op.input("scores").shape
         return self._launch(
             op, sample.pick, total, state.temperature, state.seeds, state.positions, state.controls,
-            rank.row_slots[:rows], rank.sampling, *self._best(op),
+            rank.row_slots[:rows], rank.sampling,
+            *self._set_best(rows, argmax.argmax_programs(total // rank.world)),
             vocab_size=op.attrs["vocab_size"], request=self._request(),
         )  # fmt: skip
 
@@ -326,7 +343,7 @@ class _Lowering(ExchangeOps):
         rank, state = self.rank, self.rank.state
         tokens, _, row_slots, ring, step = self._outcome(op)
         return self._launch(
-            op, sample.settle, *self._best(op), tokens, state.controls, state.counts, row_slots, ring,
+            op, sample.settle, *self.best, tokens, state.controls, state.counts, row_slots, ring,
             step, rank.sampling, rank=rank.index, request=self._request(),
         )  # fmt: skip
 

@@ -53,7 +53,7 @@ class ExchangeOps:
         rank = self.rank
         assert rank.exchange is not None
         return Poll(
-            rank.exchange, self._slot(op), self._clear(op), self.tensors[op.outputs[1]], rank.status,
+            rank.exchange, self._slot(op), self._clear(op), self.tensors[op.outputs[-1]], rank.status,
             rank.index, rank.world, op.attrs["site"],
         )  # fmt: skip
 

@@ -38,9 +38,12 @@ def _aligned(value: Value, act_bytes: int) -> int:
     return -(-value_bytes(value, act_bytes) // ALIGN) * ALIGN
 
 
-def has_buffer(op: Op) -> bool:
-    """Whether the op's output is a tensor in the arena."""
-    return op.kind not in _ELSEWHERE and op.attrs.get("epilogue") != "push"
+def arena_outputs(op: Op) -> tuple[Value, ...]:
+    """The op's outputs that are tensors in the arena."""
+    epilogue = op.attrs.get("epilogue")
+    if op.kind in _ELSEWHERE or epilogue == "push":
+        return ()
+    return (op.out, *op.outputs[2:]) if epilogue == "maxima" else op.outputs
 
 
 def plan(graph: Graph, act_bytes: int) -> BufferPlan:
@@ -58,9 +61,7 @@ def plan(graph: Graph, act_bytes: int) -> BufferPlan:
     for i, op in enumerate(graph.ops):
         # A buffer read by this op is still live while the op writes its output.
         live = [block for block in live if block[2] >= i]
-        if not has_buffer(op):
-            continue
-        for value in op.outputs:
+        for value in arena_outputs(op):
             if value in offsets:
                 continue
             size = _aligned(value, act_bytes)

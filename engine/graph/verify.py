@@ -60,7 +60,7 @@ def _check_op(op: Op, tp: int, where: str) -> None:
             "silu_mul": n // 2,
             "rope_append": op.attrs.get("num_heads", 0) * op.attrs.get("head_dim", 0),
         }.get(epilogue, n)
-        _check_polled(op, where)
+        _check_outputs(op, where)
         if k != k_weight or op.out.shape != (rows, out):
             raise GraphError(
                 f"{where}: x {shapes['x']} @ w {shapes['w']} -> {op.out.shape} ({epilogue})"
@@ -74,6 +74,8 @@ def _check_op(op: Op, tp: int, where: str) -> None:
             raise GraphError(
                 f"{where}: x is {op.input('x').sharding}, its result {op.out.sharding}"
             )
+    elif op.kind == "argmax_partial":
+        _check_maxima(op.input("logits"), op.out, where)
     elif op.kind == "add" or "site" in op.attrs:
         _check_sum(op, where)
     elif op.kind == "all_reduce":
@@ -95,6 +97,11 @@ def _check_op(op: Op, tp: int, where: str) -> None:
         raise GraphError(f"{where}: {shapes['x']} -> {op.out.shape}")
 
 
+def _check_maxima(logits: Value, best: Value, where: str) -> None:
+    if logits.dtype != "f32" or best.dtype != "f32" or best.shape != (logits.shape[0], 2):
+        raise GraphError(f"{where}: maxima of {logits.dtype} {logits.shape} -> {best.shape}")
+
+
 def _check_sum(op: Op, where: str) -> None:
     """A residual add, or one step of an all-reduce."""
     if {value.shape for value in op.inputs} != {op.out.shape}:
@@ -109,13 +116,20 @@ def _check_sum(op: Op, where: str) -> None:
         raise GraphError(f"{where}: its result is {expected}, not {op.out.sharding}")
 
 
-def _check_polled(op: Op, where: str) -> None:
-    """A linear that polls has a second output, the hidden state, and sends nothing itself."""
-    if len(op.outputs) != 1 + op.polls:
+def _check_outputs(op: Op, where: str) -> None:
+    """Of a linear: its result; the maxima, if it has them; the hidden state, if it polls."""
+    maxima = op.attrs.get("epilogue") == "maxima"
+    if len(op.outputs) != 1 + maxima + op.polls:
         raise GraphError(f"{where}: {len(op.outputs)} outputs")
-    if not op.polls:
-        return
-    message, hidden = op.input("message"), op.outputs[1]
+    if maxima:
+        _check_maxima(op.out, op.outputs[1], where)
+    if op.polls:
+        _check_polled(op, where)
+
+
+def _check_polled(op: Op, where: str) -> None:
+    """A linear that polls writes the hidden state and sends nothing itself."""
+    message, hidden = op.input("message"), op.outputs[-1]
     if not message.shape == hidden.shape == op.input("x").shape:
         raise GraphError(f"{where}: {message.shape} + {op.input('x').shape} -> {hidden.shape}")
     _check_partial(message, where)

@@ -16,8 +16,9 @@ Per rank: logits fp32 [R, V], V = 152064 / 1, 2, 4, 8 (7B and 72B): 608 / 304 / 
 0.14 / 0.07 / 0.04 / 0.02 us of HBM at 4.3 TB/s (they lie in L2): the time is launches. Exchange: 8
 bytes a row and rank.
 
-argmax_partial -> [R, P] maxima; then argmax_finish (one rank) or argmax_push + argmax_poll. The
-exchange is one Lamport exchange (slots.py): one slot, re-armed by the poll that read it, which
+The lm_head GEMV's epilogue (`epilogue.Maxima`) leaves [R, P] maxima, one a program; behind a GEMM
+(more than 8 rows) argmax_partial does. Then argmax_finish (one rank) or argmax_push + argmax_poll,
+which loop over any number of parts (a ring has 132 or 264, the plain kernel N / block_n). The exchange is one Lamport exchange (slots.py): one slot, re-armed by the poll that read it, which
 needs an all-reduce between two uses, as every decode step has. The host reads ids from the pinned
 ring. The kernels are in argmax_kernel.py.
 """
@@ -46,17 +47,14 @@ __all__ = [
 
 RING_PADDING = -3  # row_slots[r] = -1
 COLUMNS = 1024  # logits a program handles at a time
+PARTS = (
+    512  # maxima of a row that finish and push reduce at a time: more than a ring GEMV has programs
+)
 
 
 def argmax_programs(columns: int) -> int:
     """Programs a row for `columns` logits: P of the [R, P] buffers."""
     return max(1, min(64, triton.cdiv(columns, 2 * COLUMNS)))
-
-
-def reduction(rows: int, parts: int) -> tuple[int, int]:
-    """(PARTS, warps) of a program that reduces [rows, parts]: one turn up to 512 parts, a few keys a thread."""
-    chunk = min(triton.next_power_of_2(parts), 512)
-    return chunk, max(1, min(8, triton.next_power_of_2(rows) * chunk // 128))
 
 
 def outcome(
@@ -117,10 +115,9 @@ def argmax_push(
     Layout: base + slot + (rank * R + row) * 8, value fp32 then id int32 (`argmax_workspace`).
     """
     rows, parts = values.shape
-    chunk, warps = reduction(1, parts)
     argmax_push_kernel[(rows,)](
-        values, ids, peers, slot_offset_bytes, rank, rows, parts, WORLD=world, PARTS=chunk,
-        THREADS=32 * warps, PDL=pdl, num_warps=warps, num_stages=1, launch_pdl=pdl,
+        values, ids, peers, slot_offset_bytes, rank, rows, parts, WORLD=world, PARTS=PARTS, THREADS=128,
+        PDL=pdl, num_warps=4, num_stages=1, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -175,9 +172,8 @@ def argmax_finish(
     argmax_poll.
     """
     rows, parts = values.shape
-    chunk, warps = reduction(rows, parts)
     argmax_finish_kernel[(1,)](
         values, ids, *outcome(tokens, row_slots, request, ring, step), positions, rows, parts,
-        ROWS=triton.next_power_of_2(rows), PARTS=chunk, REQUEST=request is not None, PDL=pdl,
-        num_warps=warps, num_stages=1, launch_pdl=pdl,
+        ROWS=triton.next_power_of_2(rows), PARTS=PARTS, REQUEST=request is not None, PDL=pdl,
+        num_warps=4 if rows == 1 else 8, num_stages=1, launch_pdl=pdl,
     )  # fmt: skip

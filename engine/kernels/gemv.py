@@ -35,6 +35,7 @@ from engine.kernels.epilogue import Epilogue, Maxima, Push, Residual, RopeAppend
 from engine.kernels.gemv_config import (
     GemvConfig,
     heuristic,
+    ring_rows,
     ring_shape,
     rows_block_n,
     simple_config,
@@ -147,14 +148,12 @@ def _runnable(config: GemvConfig, n: int, k: int, w_dtype: torch.dtype) -> GemvC
     return config
 
 
-def gemv_programs(
-    config: GemvConfig, n: int, k: int, rows: int, x_dtype: torch.dtype, w_dtype: torch.dtype
-) -> int:
+def gemv_programs(config: GemvConfig, n: int, k: int, rows: int, w_dtype: torch.dtype) -> int:
     """Programs that a launch of this shape has: P of the `Maxima` epilogue."""
     config = _runnable(config, n, k, w_dtype)
     if config.kernel == "simple":
         return triton.cdiv(n, rows_block_n(config, rows))
-    return ring_shape(config, n, k, rows, x_dtype, w_dtype).programs
+    return triton.cdiv(n, ring_rows(config, n))
 
 
 def plan_gemv(
@@ -179,7 +178,7 @@ def plan_gemv(
         PDL=pdl, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
         launch_pdl=pdl,
     )  # fmt: skip
-    grid = (gemv_programs(config, n, k, rows, x.dtype, w.dtype),)
+    grid = (gemv_programs(config, n, k, rows, w.dtype),)
     if isinstance(epilogue, Maxima) and epilogue.values.shape != (rows, grid[0]):
         raise EngineError(
             f"maxima {list(epilogue.values.shape)} of {rows} rows, {grid[0]} programs"

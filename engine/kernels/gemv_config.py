@@ -49,6 +49,11 @@ class RingShape:
     shared_bytes: int
 
 
+def ring_rows(config: GemvConfig, n: int) -> int:
+    """Output rows of a program: whole pairs (gate/up, RoPE, Lamport words), at most two rows of imbalance."""
+    return 2 * triton.cdiv(n, 2 * config.programs)
+
+
 def ring_shape(
     config: GemvConfig,
     n: int,
@@ -80,8 +85,7 @@ def ring_shape(
         raise EngineError(
             f"ring GEMV: block_k {block_k} over {warps_k} warps must be multiples of 128 bytes, stages >= 2"
         )
-    # Whole pairs of rows (gate/up, RoPE, Lamport words); at most two rows of imbalance.
-    rows_per_program = 2 * triton.cdiv(n, 2 * config.programs)
+    rows_per_program = ring_rows(config, n)
     padded_rows = triton.next_power_of_2(rows)
     tile = block_n * block_k * size
     scratch = 4 * padded_rows * warps_k * block_n

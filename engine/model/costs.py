@@ -11,7 +11,7 @@ from engine.config import ModelConfig, with_layers
 from engine.graph.build import build
 from engine.graph.ir import SENDS, WAITS, Graph, Op, Phase
 from engine.graph.passes import run_passes
-from engine.graph.plan import has_buffer, value_bytes
+from engine.graph.plan import arena_outputs, value_bytes
 from engine.model.gpus import Gpu
 
 ACT_BYTES = 2  # 16-bit activations and KV
@@ -65,7 +65,7 @@ def op_cost(op: Op, graph: Graph, fp8: bool, context: int, act_bytes: int = ACT_
             weight += count + 4 * value.shape[0] if quantized else count * act_bytes
         elif value.kind == "temp":
             activation += value_bytes(value, act_bytes)
-    activation += sum(value_bytes(value, act_bytes) for value in op.outputs if has_buffer(op))
+    activation += sum(value_bytes(value, act_bytes) for value in arena_outputs(op))
     flops = _flops(op, graph, context)
     return Cost(
         weight_bytes=weight,

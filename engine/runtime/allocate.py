@@ -15,12 +15,13 @@ from engine.kernels import argmax, gemm, sample
 from engine.kernels.decode_attention import MAX_SPLITS
 from engine.kernels.decode_attention import workspace as attention_workspace
 from engine.kernels.epilogue import SiluMul, Store
+from engine.kernels.gemv import gemv_programs
 from engine.kernels.sync import STATUS_WORDS
 from engine.runtime.exchange import ExchangeSizes
 from engine.runtime.rank import Rank
 from engine.runtime.state import new_state, rope_table
+from engine.tune import gemm_space, gemv_space
 from engine.tune.choose import choose
-from engine.tune.gemm_space import candidates
 
 RING = 64  # steps whose tokens the host ring holds; more than can be in flight
 SENTINEL = -2147450880  # 0x80008000 as int32: "not written yet" (kernels/sync.py)
@@ -44,6 +45,7 @@ class Sizes:
     arena_bytes: int
     gemm: tuple[int, int, int]  # kernels/gemm.py: workspace_sizes
     exchange: ExchangeSizes  # of the graphs' all-reduces
+    maxima: int  # (value, id) pairs that a step's lm_head leaves
     fp8_kv: bool = False
 
     @property
@@ -64,7 +66,7 @@ def gemm_workspace_sizes(
             t, n, k = facts["t"], facts["n"], facts["k"]
             configs = [choose("gemm", facts)]
             if tuning:
-                configs += candidates(t, n, k, facts["weight_dtype"])
+                configs += gemm_space.candidates(t, n, k, facts["weight_dtype"])
             epilogue = SiluMul if facts["epilogue"] == "silu_mul" else Store
             for config in configs:
                 sizes = gemm.workspace_sizes(config, t, n, epilogue)
@@ -74,6 +76,24 @@ def gemm_workspace_sizes(
                     max(largest[2], sizes[2]),
                 )
     return largest
+
+
+def maxima_pairs(
+    graphs: Iterable[Graph], weight_dtype: Callable[[str], torch.dtype], tuning: bool = False
+) -> int:
+    """Most vocabulary maxima that an lm_head of the graphs leaves: rows x programs of its GEMV. `tuning`: that any
+    candidate for it would."""
+    most = 0
+    for graph in graphs:
+        for op, facts in choices(graph, weight_dtype, torch.bfloat16, 0):
+            if op != "gemv" or facts["epilogue"] != "maxima":
+                continue
+            n, k, rows, dtype = (facts[key] for key in ("n", "k", "rows", "weight_dtype"))
+            configs = [choose("gemv", facts)]
+            if tuning:
+                configs += gemv_space.candidates(n, k, dtype)
+            most = max(most, *(rows * gemv_programs(c, n, k, rows, dtype) for c in configs))
+    return most
 
 
 def allocate_ranks(
@@ -108,15 +128,14 @@ def allocate_ranks(
         def on(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = device):
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        programs = argmax.argmax_programs(shard.vocab_size)
+        pairs = max(sizes.maxima, sizes.rows * argmax.argmax_programs(shard.vocab_size))
         ranks.append(
             Rank(
                 index=index, world=world, device=device, dtype=dtype, weights=weights[index],
                 state=state, arena=on((sizes.arena_bytes,), torch.uint8),
                 prompt=on((sizes.tokens,), torch.int32), request=on((3,), torch.int32),
                 row_slots=on((sizes.rows,), torch.int32).fill_(-1),
-                best_values=on((sizes.rows, programs), torch.float32),
-                best_ids=on((sizes.rows, programs), torch.int32),
+                best_values=on((pairs,), torch.float32), best_ids=on((pairs,), torch.int32),
                 attention_workspace=attention_workspace(
                     sizes.rows, shard.num_heads, shard.num_kv_heads, config.head_dim, MAX_SPLITS, device
                 ),

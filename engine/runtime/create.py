@@ -182,7 +182,7 @@ def create_gpu_executor(
     only: compile just these graphs (tuning).
     """
     from engine.runtime import nccl
-    from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
+    from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes, maxima_pairs
     from engine.runtime.exchange import graph_exchange
     from engine.runtime.gpu import GpuExecutor, compile_graphs, compile_tails
     from engine.runtime.links import choose_transport, probe_links
@@ -237,6 +237,9 @@ def create_gpu_executor(
                 graphs.values(), lambda name: weights[0][name].weight.dtype, tuning=only is not None
             ),
             exchange=graph_exchange(graphs.values()),
+            maxima=maxima_pairs(
+                graphs.values(), lambda name: weights[0][name].weight.dtype, tuning=only is not None
+            ),
         )  # fmt: skip
         ranks = allocate_ranks(config, weights, devices, dtype, sizes, degree)
     facts: dict[str, Any] = {

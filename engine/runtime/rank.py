@@ -38,8 +38,8 @@ class Rank:
     prompt: torch.Tensor  # [T] int32: tokens of the prefill chunk
     request: torch.Tensor  # [3] int32: slot, start, length of the prefill chunk
     row_slots: torch.Tensor  # [R] int32: decode row -> slot, -1 = padding
-    best_values: torch.Tensor  # [R, P] fp32: per-program maxima of the vocabulary shard
-    best_ids: torch.Tensor  # [R, P] int32
+    best_values: torch.Tensor  # [rows * programs] fp32: per-program maxima of the vocabulary shard
+    best_ids: torch.Tensor  # as many int32
     attention_workspace: Any  # split-KV partials, sized for R rows
     gemm_workspace: Any  # split-K partials and cuBLAS scratch, sized for the graphs' configurations
     sampling: SampleBuffers  # scratch of sampling under controls, sized for R rows

@@ -18,7 +18,7 @@ from engine.graph.lower import lower
 from engine.graph.passes import run_passes
 from engine.graph.plan import plan
 from engine.runtime import nccl
-from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
+from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes, maxima_pairs
 from engine.runtime.exchange import graph_exchange
 from tests.graph.models import Lockstep, save_model
 
@@ -75,6 +75,7 @@ class Lowered:
             max_model_len=LENGTH,
             arena_bytes=arena,
             gemm=gemm_workspace_sizes(graphs.values(), lambda n: weights[0][n].weight.dtype),
+            maxima=maxima_pairs(graphs.values(), lambda n: weights[0][n].weight.dtype),
             exchange=graph_exchange(graphs.values()),
         )
         self.ranks = allocate_ranks(config, weights, [device] * tp, torch.float16, sizes, tp)

@@ -13,7 +13,7 @@ from engine.graph.build import build
 from engine.graph.dump import dump_graph
 from engine.graph.ir import Value
 from engine.graph.passes import PASSES, run_passes
-from engine.graph.plan import ALIGN, has_buffer, plan, value_bytes
+from engine.graph.plan import ALIGN, arena_outputs, plan, value_bytes
 from engine.graph.verify import GraphError, verify
 
 MODELS = [(name, tp) for name, config in PRESETS.items() for tp in config.valid_tp()]
@@ -95,7 +95,7 @@ def test_consumers_poll_small_messages(name, tp, rows):
     producers = final.producers()
     for op in polls:
         separate, send = before[op.attrs["site"]], final.ops[producers[op.input("message")]]
-        assert op.outputs[1] == separate.out and op.input("x") == separate.input("residual")
+        assert op.outputs[-1] == separate.out and op.input("x") == separate.input("residual")
         assert send.attrs["site"] == op.attrs["site"] and "norm_eps" in op.attrs
         assert op.attrs["slots"] == send.attrs["slots"] == 3  # divides 6 sites
         assert op.is_wait and not op.is_send and send.is_send and not send.is_wait
@@ -103,7 +103,8 @@ def test_consumers_poll_small_messages(name, tp, rows):
     offsets = plan(final, 2).offsets
     for op in polls:
         places = [
-            (offsets[v], offsets[v] + value_bytes(v, 2)) for v in (op.input("x"), *op.outputs)
+            (offsets[v], offsets[v] + value_bytes(v, 2))
+            for v in (op.input("x"), *arena_outputs(op))
         ]
         assert all(a[1] <= b[0] or b[1] <= a[0] for a in places for b in places if a != b)
 
@@ -118,6 +119,38 @@ def test_polls_that_stay_launches(change):
     final = run_passes(build(config, tp=2, **facts))
     assert not any(op.polls or "slots" in op.attrs for op in final.ops)
     assert sum(op.kind == "poll_residual" for op in final.ops) == 2 * config.num_layers
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("phase,rows", [("decode", 1), ("decode", 8), ("prefill", 64)])
+def test_lm_head_leaves_logits_and_their_maxima(phase, rows, tp):
+    """No launch reads the logits again to find the best of them; the rest of sampling stays as it was."""
+    final = run_passes(graph_of("qwen2.5-7b", tp, phase, rows))
+    kinds = [op.kind for op in final.ops]
+    rest = ["argmax_finish"] if tp == 1 else ["argmax_push", "argmax_poll"]
+    head = final.ops[-1 - len(rest)]
+    assert kinds[-1 - len(rest) :] == ["linear", *rest] and "argmax_partial" not in kinds
+    logits, best = head.outputs[:2]
+    assert (head.attrs["role"], head.attrs["epilogue"]) == ("lm_head", "maxima")
+    assert final.output == logits and logits.shape == (head.input("x").shape[0], 152064 // tp)
+    assert final.ops[-len(rest)].input("best") == best
+    assert (head.attrs["vocab_size"], head.attrs["shard_size"]) == (152064, 152064 // tp)
+    assert head.input("where").name == ("row_slots" if phase == "decode" else "request")
+    # Only the logits are in the arena, at its start.
+    buffers = plan(final, 2)
+    assert buffers.offsets[logits] == 0 and best not in buffers.offsets
+
+
+def test_maxima_stay_a_launch_behind_a_gemm():
+    """More rows than a GEMV takes."""
+    final = run_passes(graph_of("qwen2.5-7b", 1, "decode", 16))
+    head, partial, finish = final.ops[-3:]
+    assert [op.kind for op in (head, partial, finish)] == [
+        "linear",
+        "argmax_partial",
+        "argmax_finish",
+    ]
+    assert head.out == final.output == partial.input("logits")
 
 
 def test_chunk_without_head_stops_after_the_last_kv_append():
@@ -167,7 +200,7 @@ def test_plan_never_overlaps_live_buffers(phase, rows, logits, tp):
     if graph.output is not None:
         last[graph.output] = len(graph.ops)
     spans = [(buffers.offsets[v], buffers.offsets[v] + value_bytes(v, 2), i, last.get(v, i))
-             for i, op in enumerate(graph.ops) if has_buffer(op) for v in op.outputs]  # fmt: skip
+             for i, op in enumerate(graph.ops) for v in arena_outputs(op)]  # fmt: skip
     assert spans and all(start % ALIGN == 0 for start, *_ in spans)
     assert max(stop for _, stop, *_ in spans) <= buffers.arena_bytes
     for i, (start, stop, born, dies) in enumerate(spans):
@@ -201,6 +234,13 @@ def test_verifier_finds_what_a_bad_pass_does():
 
         return change
 
+    def with_outputs(index, outputs):
+        return lambda line: [
+            *line[:index],
+            replace(line[index], outputs=outputs),
+            *line[index + 1 :],
+        ]
+
     assert "before it is defined" in broken(graph, ops(lambda line: [line[1], line[0], *line[2:]]))
     assert "defined twice" in broken(graph, ops(lambda line: [line[0], *line]))
     wrong = Value("h0", (1, 7))
@@ -212,12 +252,17 @@ def test_verifier_finds_what_a_bad_pass_does():
     assert "its spec gives" in broken(graph, ops(swap_value(1, 1, shapes)))
     unknown = ops(lambda line: [replace(line[0], kind="teleport"), *line[1:]])
     assert "unknown kind" in broken(graph, unknown)
+    index = next(i for i, op in enumerate(graph.ops) if op.attrs.get("epilogue") == "maxima")
+    logits, best, *hidden = graph.ops[index].outputs
+    wide = replace(best, shape=(1, 3))
+    for outputs, message in (
+        ((logits, wide, *hidden), "maxima of"),
+        ((logits, *hidden), "outputs"),
+    ):
+        assert message in broken(graph, ops(with_outputs(index, outputs)))
     index = next(i for i, op in enumerate(graph.ops) if op.attrs.get("epilogue") == "push")
     message = replace(graph.ops[index].out, sharding="replicated")
-    whole = ops(
-        lambda line: [*line[:index], replace(line[index], outputs=(message,)), *line[index + 1 :]]
-    )
-    assert "replicated" in broken(graph, whole)
+    assert "replicated" in broken(graph, ops(with_outputs(index, (message,))))
     index = next(i for i, op in enumerate(graph.ops) if op.polls)
     poll = graph.ops[index]
 

@@ -57,7 +57,7 @@ class Problem:
 
     def maxima(self, config: GemvConfig) -> Maxima:
         """Poisoned outputs for a launch with this config."""
-        parts = gemv_programs(config, self.n, self.k, self.rows, self.x.dtype, self.w.dtype)
+        parts = gemv_programs(config, self.n, self.k, self.rows, self.w.dtype)
         shape, device = (self.rows, parts), self.x.device
         return Maxima(
             self.store().out, torch.full(shape, 7e37, device=device),
@@ -178,7 +178,7 @@ def main() -> None:
     compiled = {}
     for name, config, n, k in lm_heads():
         for rows in (1, 8):
-            parts = gemv_programs(config, n, k, rows, torch.bfloat16, torch.bfloat16)
+            parts = gemv_programs(config, n, k, rows, torch.bfloat16)
             slots = meta(8, dtype=INT)
             epilogue = Maxima(
                 meta(rows, n, dtype=FLOAT), meta(rows, parts, dtype=FLOAT), meta(rows, parts, dtype=INT),

@@ -21,7 +21,7 @@ from engine.model import GPUS, gpu_named, predict, scaling
 from engine.model.calibrate import PRIOR, fit, measured_us, predicted_us, usable
 from engine.model.costs import add_up, op_cost, op_costs
 from engine.profiling.device import bare_exchanges, stand_in
-from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes
+from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes, maxima_pairs
 from engine.runtime.exchange import graph_exchange
 
 H200 = GPUS["h200"]
@@ -44,9 +44,10 @@ def tiny_ranks(graph, tp, quantization=None):
     ]
     buffers = plan(graph, 2)
     gemm = gemm_workspace_sizes([graph], lambda name: weights[0][name].weight.dtype)
+    maxima = maxima_pairs([graph], lambda name: weights[0][name].weight.dtype)
     sizes = Sizes(
         slots=2, rows=2, tokens=16, max_model_len=32, arena_bytes=buffers.arena_bytes, gemm=gemm,
-        exchange=graph_exchange([graph]),
+        exchange=graph_exchange([graph]), maxima=maxima,
     )  # fmt: skip
     return buffers, allocate_ranks(
         TINY, weights, [torch.device("cpu")] * tp, torch.float16, sizes, tp

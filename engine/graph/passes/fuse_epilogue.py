@@ -2,17 +2,20 @@
 
 SiLU x up and the residual add in both phases; RoPE + KV append and the push to the peers in decode,
 where one program holds whole output elements (in prefill they are passes over a tile's worth of bytes
-and stay kernels of their own).
+and stay kernels of their own). The vocabulary maxima wherever lm_head is a GEMV; it keeps its logits.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.graph.facts import GEMV_MAX_ROWS
 from engine.graph.ir import Graph, Op, make_op
 
-_DECODE = {"silu_mul": "silu_mul", "add": "residual", "rope_append": "rope_append", "push": "push"}
-_PREFILL = {"silu_mul": "silu_mul", "add": "residual"}
+_PREFILL = {"silu_mul": "silu_mul", "add": "residual", "argmax_partial": "maxima"}
+_DECODE = {**_PREFILL, "rope_append": "rope_append", "push": "push"}
+# The role of the linear's result, if it is not x.
+_READS = {"rope_append": "qkv", "argmax_partial": "logits"}
 
 
 def fuse_epilogue(graph: Graph) -> Graph:
@@ -26,7 +29,7 @@ def fuse_epilogue(graph: Graph) -> Graph:
             continue
         readers = uses.get(op.out, []) if op.kind == "linear" else []
         reader = graph.ops[readers[0]] if len(readers) == 1 else None
-        first = "qkv" if reader is not None and reader.kind == "rope_append" else "x"
+        first = _READS.get(reader.kind, "x") if reader is not None else "x"
         if (
             reader is None
             or reader.kind not in fusable
@@ -34,6 +37,7 @@ def fuse_epilogue(graph: Graph) -> Graph:
             # A norm over a head, or the scale of one: more than a program holds.
             or reader.find("q_norm") is not None
             or reader.find("k_scale") is not None
+            or (reader.kind == "argmax_partial" and op.out.shape[0] > GEMV_MAX_ROWS)
         ):
             ops.append(op)
             continue
@@ -48,9 +52,10 @@ def _fused(linear: Op, reader: Op, epilogue: str, first: str) -> Op:
     inputs |= {role: reader.input(role) for role in reader.attrs["roles"] if role != first}
     extra = {key: value for key, value in reader.attrs.items() if key != "roles"}
     attrs = {key: value for key, value in linear.attrs.items() if key != "roles"}
+    kept = linear.outputs if epilogue == "maxima" else ()
     return make_op(
         "linear",
-        reader.outputs,
+        (*kept, *reader.outputs),
         linear.stage,
         linear.layer,
         {**attrs, **extra, "epilogue": epilogue},
