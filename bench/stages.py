@@ -15,6 +15,7 @@ from dataclasses import replace
 from bench.deployment import parse
 from bench.rows import Rows
 from engine.model import GPUS
+from engine.kernels import gemv_poll
 from engine.profiling.report import stage_roofs
 from engine.profiling.subtract import added_by_stage
 from engine.tune.chain import Chain, Deployment
@@ -61,7 +62,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--layers", type=int, help="default: 2 GiB worth of weights")
+    parser.add_argument("--poll-bytes", type=int, default=gemv_poll.MOST_BYTES,
+                        help="messages up to here are polled by the next GEMV (0: by a launch)")  # fmt: skip
     args = parser.parse_args()
+    gemv_poll.MOST_BYTES = args.poll_bytes
     rows = Rows("stages")
     for text in args.deployments:
         engine = parse(text)

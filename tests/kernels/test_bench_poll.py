@@ -1,0 +1,46 @@
+"""bench/poll.py without a card: its loopback chain in the interpreter, on a tiny shard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import gemv_workers, poll
+from engine.config import preset
+
+TINY = replace(
+    preset("qwen2.5-0.5b"), hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    intermediate_size=96,
+)  # fmt: skip
+
+
+@pytest.fixture
+def chain(device, monkeypatch):
+    for module in (poll, gemv_workers):
+        monkeypatch.setattr(module, "preset", lambda name: TINY)
+    monkeypatch.setattr(poll, "DEVICE", device)
+    monkeypatch.setattr(poll, "LAYERS", 2)
+    monkeypatch.setattr(
+        poll, "tuned", lambda weight, sms: poll.heuristic(weight.n, weight.k, weight.dtype, sms)
+    )
+    return poll.Chain("tiny", 2, False, 1, 132)
+
+
+def test_forms_agree_and_a_difference_is_found(chain, monkeypatch):
+    lines = {form: chain.line(form) for form in poll.FORMS}
+    assert {form: len(line) for form, line in lines.items()} == {
+        "none": 8,
+        "separate": 12,
+        "polled": 8,
+    }
+    chain.check(lines)
+    first = chain.run(lines["polled"], "polled")
+    assert len(first) == 4 * 2 + 2 * 2 and not torch.equal(first[0], chain.start)
+    chain.w["o"][1].mul_(2)  # lines hold the same tensors: both forms see it
+    assert not torch.equal(chain.run(lines["polled"], "polled")[-1], first[-1])
+    _, arguments = lines["polled"][3][1:]
+    arguments["eps"] = 0.5
+    with pytest.raises(RuntimeError, match="other bits"):
+        chain.check(lines)
