@@ -26,7 +26,11 @@ Row = dict[str, Any]
 _BLOCK = re.compile(r"(<!-- render: (?P<name>[\w-]+) -->\n).*?(<!-- /render -->)", re.DOTALL)
 _DEPLOYMENT = ("model", "quantization", "tp", "shard_of", "rows", "context", "gpu")
 _UNSHOWN = ("stage_us", "topology", "section_", "part_failed")  # of the scorecard: in its file only
-_KERNEL_METRICS = ("gemv_us", "attention_us", "gemm_us", "prefill_attention_us", "norm_us")
+_KERNEL_METRICS = ("gemv_us", "attention_us", "gemm_us", "norm_us")
+_BY_TOKENS = (
+    "gemm_us",
+    "ttft_p50_ms",
+)  # grids whose columns are tokens, so that nothing else varies
 
 
 def _size(row: Row) -> tuple:
@@ -157,8 +161,49 @@ def _listing(rows: list[Row]) -> str:
     return _table([*header, "share of the roof", "baseline"], lines)
 
 
+def _grid(rows: list[Row], metric: str, column: str) -> str:
+    """A line for each (algorithm, model, weights, TP, rows) without `column`, a column for each of its values.
+
+    A cell: value (share of the roof; baseline / value, so above 1 is faster than the baseline).
+    """
+    rows = [r for r in rows if r["metric"] == metric]
+    columns = sorted({r[column] for r in rows})
+    fields = [name for name in ("rows", "context") if name != column and metric not in _BY_TOKENS]
+    lines: dict[tuple, dict[int, str]] = {}
+    for r in sorted(rows, key=lambda r: (r["algorithm"].split()[0], _size(r))):
+        marks = [_share(r["share"])] if r["share"] is not None else []
+        if r["baseline"]:
+            marks.append(f"{r['baseline']['value'] / r['value']:.2f}x")
+        key = (
+            r["algorithm"],
+            r["model"],
+            r["quantization"],
+            _number(r["tp"]),
+            *(_number(r[f]) for f in fields),
+        )
+        lines.setdefault(key, {})[r[column]] = f"{_number(r['value'])} ({'; '.join(marks)})"
+    body = [
+        [key[0], key[1], "" if key[2] == "none" else key[2], *key[3:], *(cells.get(c, "") for c in columns)]
+        for key, cells in lines.items()
+    ]  # fmt: skip
+    header = ["", "model", "weights", "TP", *fields, *(_number(c) for c in columns)]
+    names = sorted({r["baseline"]["name"] for r in rows if r["baseline"]})
+    against = f"; times as fast as {' or '.join(names)}" if names else ""
+    unit = rows[0]["unit"] if rows else ""
+    return _table(header, body) + (f"\n\n{unit} (share of the roof{against})." if rows else "")
+
+
+def _attention(rows: list[Row], phase: str) -> list[Row]:
+    """Prefill's rows are its tokens, which are its context here."""
+    picked = [r for r in rows if r["metric"] == "attention_us" and r["algorithm"].startswith(phase)]
+    return [{**r, "rows": 1} for r in picked] if phase == "prefill" else picked
+
+
 def _kernels(rows: list[Row]) -> str:
-    return _listing([r for r in rows if r["metric"] in _KERNEL_METRICS])
+    shown = (*_BY_TOKENS, "attention_us")
+    return _listing(
+        [r for r in rows if r["metric"] in _KERNEL_METRICS and r["metric"] not in shown]
+    )
 
 
 def _all_reduce(rows: list[Row]) -> str:
@@ -173,6 +218,8 @@ def _other(rows: list[Row]) -> str:
         "decode_tok_s",
         "ttft_ms",
         "startup_s",
+        "ttft_p",
+        "ttft_min",
         *_KERNEL_METRICS,
         *_UNSHOWN,
     )
@@ -182,6 +229,10 @@ def _other(rows: list[Row]) -> str:
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "end-to-end": _end_to_end,
     "shards": lambda rows: _end_to_end(rows, shards=True),
+    "ttft": lambda rows: _grid(rows, "ttft_p50_ms", "context"),
+    "decode-attention": lambda rows: _grid(_attention(rows, "decode"), "attention_us", "context"),
+    "prefill-attention": lambda rows: _grid(_attention(rows, "prefill"), "attention_us", "context"),
+    "gemm": lambda rows: _grid(rows, "gemm_us", "rows"),
     "kernels": _kernels,
     "all-reduce": _all_reduce,
     "all-reduce-predicted": prediction_table,
