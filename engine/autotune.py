@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.config import preset
+from engine.console import Parser, run
 from engine.errors import EngineError
 from engine.tune import choose
 from engine.tune.chain import Chain, Deployment
@@ -42,10 +43,9 @@ def space(op: str, facts: dict[str, Any], sm_count: int) -> list[Any]:
     return []  # attention splits and tiles follow from the heuristic until a space is defined
 
 
-def tune(chain: Chain, budget: float) -> dict[str, dict[str, dict]]:
-    """Tune every op of the chain's graph within `budget` seconds. Returns {op: {key: cache entry}}."""
+def tune(chain: Chain, budget: float, found: dict[str, dict[str, dict]]) -> None:
+    """Tune every op of the chain's graph within `budget` seconds; fills found: {op: {key: cache entry}}."""
     started = time.monotonic()
-    found: dict[str, dict[str, dict]] = {}
     present = chain.time()
     print(f"{chain.deployment}, {chain.layers} layers: {present * 1e6:.1f} us a step", flush=True)
     for op, facts in _work(chain):
@@ -87,7 +87,6 @@ def tune(chain: Chain, budget: float) -> dict[str, dict[str, dict]]:
             f" ({time.monotonic() - started:.0f} s)",
             flush=True,
         )
-    return found
 
 
 def _work(chain: Chain) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -137,9 +136,8 @@ def dry_run(deployment: Deployment) -> None:
         print(f"  {op} {choose.key_string(op, facts)}: {len(configs)} candidates")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="engine autotune", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+def _parser() -> Parser:
+    parser = Parser(prog="engine autotune", description=__doc__)
     parser.add_argument("--model", required=True, help="preset such as qwen2.5-72b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that take part")
     parser.add_argument("--shard-of", type=int, help="tune one rank's shapes of this TP degree")
@@ -158,60 +156,50 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line. Exit code 1 from --check when entries are missing, 2 for a user error."""
-    args = _parser().parse_args(argv)
-    try:
-        preset(args.model)
-        deployments = []
-        for phase in args.phase.split(","):
-            if phase not in TUNED:
-                raise EngineError(f"--phase {phase!r}: choose decode, prefill or decode,prefill")
-            if phase == "decode":
-                deployments += [
-                    Deployment(
-                        args.model,
-                        args.quantization,
-                        args.tp,
-                        args.shard_of,
-                        int(rows),
-                        args.context,
-                    )
-                    for rows in args.rows.split(",")
-                ]
-            else:
-                deployments += [
-                    Deployment(
-                        args.model, args.quantization, args.tp, args.shard_of, 1, int(t), "prefill"
-                    )
-                    for t in args.tokens.split(",")
-                ]
-        if args.check:
-            return 1 if sum(check(d) for d in deployments) else 0
-        if args.dry_run:
-            for deployment in deployments:
-                dry_run(deployment)
-            return 0
-        import torch
+def _deployments(args: argparse.Namespace) -> list[Deployment]:
+    """What the flags name. EngineError for a model or a phase that there is not."""
+    preset(args.model)
+    rank = (args.model, args.quantization, args.tp, args.shard_of)
+    found: list[Deployment] = []
+    for phase in args.phase.split(","):
+        if phase == "decode":
+            found += [Deployment(*rank, int(rows), args.context) for rows in args.rows.split(",")]
+        elif phase == "prefill":
+            found += [Deployment(*rank, 1, int(t), "prefill") for t in args.tokens.split(",")]
+        else:
+            raise EngineError(f"--phase {phase!r}: choose decode, prefill or decode,prefill")
+    return found
 
-        if not torch.cuda.is_available():
-            raise EngineError(
-                "autotune times kernels and needs a CUDA device; --check and --dry-run work without"
-            )
-        budget = float(args.budget.removesuffix("s"))
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: see engine.console; 1 also from --check when entries are missing."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    deployments = _deployments(args)
+    if args.check:
+        return 1 if sum(check(d) for d in deployments) else 0
+    if args.dry_run:
         for deployment in deployments:
-            chain = Chain(deployment)
-            found: dict[str, dict[str, dict]] = {}
-            try:
-                found = tune(chain, budget)
-            finally:
-                chain.close()
-                save(found, torch.cuda.get_device_name(0))
-    except EngineError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+            dry_run(deployment)
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        raise EngineError(
+            "autotune times kernels and needs a CUDA device; --check and --dry-run work without"
+        )
+    budget = float(args.budget.removesuffix("s"))
+    for deployment in deployments:
+        chain = Chain(deployment)
+        found: dict[str, dict[str, dict]] = {}
+        try:
+            tune(chain, budget, found)
+        finally:  # first of all: after Ctrl-C there are only seconds
+            save(found, torch.cuda.get_device_name(0))
+            chain.close()
     return 0
 
 

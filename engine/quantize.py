@@ -10,7 +10,6 @@ passes 448.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from engine.checkpoint.index import INDEX, CheckpointIndex, open_checkpoint
 from engine.checkpoint.load import FP8_DTYPE, FP8_MAX, LoadProgress
 from engine.checkpoint.source import CheckpointSource
 from engine.config import from_dir
+from engine.console import Parser, run
 from engine.errors import CheckpointError, EngineError
 from engine.weights import Part
 
@@ -212,10 +212,13 @@ def _layer(name: str) -> int:
     return int(match[1])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line. Prints the error of each layer; exits with one line on a bad source."""
-    parser = argparse.ArgumentParser(prog="python -m engine.quantize", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def main(argv: list[str] | None = None) -> int:
+    """Prints the error of each layer. Exit code of the command: see engine.console."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
+    parser = Parser(prog="python -m engine.quantize", description=__doc__)
     parser.add_argument(
         "source", metavar="SRC", help="model directory or hub id (BF16, FP16, FP32)"
     )
@@ -223,20 +226,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--shard-gb", type=float, default=SHARD_BYTES / 1e9, help="largest file, in GB (default 5)"
     )
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     from engine.demo import resolve_model
 
-    try:
-        if not options.shard_gb > 0:
-            raise EngineError(f"--shard-gb {options.shard_gb} is not above 0")
-        errors = quantize_checkpoint(
-            resolve_model(options.source), options.destination, int(options.shard_gb * 1e9)
-        )
-    except EngineError as e:
-        sys.exit(f"error: {e}")
+    if not args.shard_gb > 0:
+        raise EngineError(f"--shard-gb {args.shard_gb} is not above 0")
+    errors = quantize_checkpoint(
+        resolve_model(args.source), args.destination, int(args.shard_gb * 1e9)
+    )
     print(report(errors))
-    print(f"written: {options.destination}")
+    print(f"written: {args.destination}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

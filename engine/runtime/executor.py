@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.errors import RequestError
 from engine.sampling import GREEDY, Draw
 
 
@@ -50,8 +51,6 @@ class Executor(Protocol):
 
 def check_prompt(slot: int, length: int, start: int, num_slots: int, max_model_len: int) -> None:
     """The checks both back ends make before any work. Raises RequestError."""
-    from engine.errors import RequestError
-
     if length < 1:
         raise RequestError("the prompt has no tokens; give at least one")
     if not 0 <= slot < num_slots:

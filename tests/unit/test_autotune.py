@@ -43,3 +43,41 @@ def test_errors_are_one_line(no_cache, capsys):
     if not torch.cuda.is_available():
         assert autotune.main(FP8_7B) == 2
         assert "--check and --dry-run work without" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_is_done(no_cache, monkeypatch):
+    class Interrupted:
+        """A chain that is interrupted at its second key."""
+
+        def __init__(self, deployment):
+            self.deployment, self.layers, self.tried, self.closed = deployment, 4, [], False
+            made.append(self)
+
+        def time(self):
+            return 1e-3
+
+        def facts(self, op):
+            wide = [{"n": n, "k": 3584, "weight_dtype": "fp8", "rows": 1} for n in (37888, 4608)]
+            return wide if op == "gemv" else []
+
+        def uses(self, op, facts):
+            return 4
+
+        def try_all(self, op, facts, configs):
+            if self.tried:
+                raise KeyboardInterrupt
+            self.tried.append(facts["n"])
+            return [(9e-4, configs[0]), (9.5e-4, configs[1])]
+
+        def close(self):
+            self.closed = True
+
+    made = []
+    monkeypatch.setattr(autotune, "Chain", Interrupted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA H200")
+    assert autotune.main(FP8_7B) == 130
+    assert made[0].closed and made[0].tried == [37888]
+    choose.set_target("NVIDIA H200", 132)
+    assert choose.is_cached("gemv", {"n": 37888, "k": 3584, "weight_dtype": "fp8"})
+    assert not choose.is_cached("gemv", {"n": 4608, "k": 3584, "weight_dtype": "fp8"})
