@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from engine.checkpoint.source import CheckpointSource, WeightSource
-from engine.errors import CheckpointError, EngineError
+from engine.errors import CheckpointError, EngineError, first_few
 from engine.weights import Part, WeightSpec
 
 Quantization = Literal["fp8"]
@@ -259,5 +259,6 @@ def _refuse_nonfinite(checks: Mapping[str, torch.Tensor]) -> None:
     finite = torch.stack(list(checks.values())).isfinite().tolist()  # one wait for all
     bad = [name for name, ok in zip(checks, finite) if not ok]
     if bad:
-        shown = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
-        raise CheckpointError(f"NaN or infinite values (or beyond the dtype's range) in {shown}")
+        raise CheckpointError(
+            f"NaN or infinite values (or beyond the dtype's range) in {first_few(bad)}"
+        )

@@ -20,7 +20,7 @@ from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
 from engine.checkpoint.scheme import Scheme, scale_of
 from engine.checkpoint.staging import Staging
 from engine.config import ModelConfig
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, first_few
 from engine.weights import Part, WeightSpec
 
 TORCH_DTYPES = {
@@ -133,9 +133,9 @@ class CheckpointSource:
             if not (values.isfinite() & (values > 0)).all():
                 bad.append(scale.name)
         if bad:
-            shown = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
             raise CheckpointError(
-                f"{self.index.directory}: FP8 scales that are zero, negative or not finite: {shown}"
+                f"{self.index.directory}: FP8 scales that are zero, negative or not finite: "
+                + first_few(bad)
             )
 
     @property

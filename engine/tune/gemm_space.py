@@ -8,6 +8,7 @@ Every member compiles for sm_90 without spills and without serialised wgmma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
@@ -35,7 +36,7 @@ def candidates(
         if shared_bytes(config, fp8) > SHARED_MEMORY:
             continue
         for split in _splits(config, t, n, k, sm_count):
-            found[GemmConfig(**{**config.__dict__, "split_k": split})] = None
+            found[replace(config, split_k=split)] = None
     return list(found)
 
 
