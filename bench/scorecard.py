@@ -237,7 +237,9 @@ def forecast_all_reduce(rows: Rows, gpus: int) -> None:
 def _run(section: Section, folder: Path, limit: float) -> tuple[str, str | None]:
     """(what the command said, None or why it failed). What it started ends with it."""
     command = [sys.executable, "-m", *section.command]
-    devices = ",".join(str(i) for i in range(section.gpus))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(section.gpus)]
+    devices = ",".join(names[: section.gpus])
     env = {**os.environ, "OUT": str(folder), "CUDA_VISIBLE_DEVICES": devices}
     with (folder / "log").open("w+") as log:
         child = subprocess.Popen(
@@ -285,6 +287,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
             + (f"{share:>7.0%}" if share else f"{'':>7}")
             + (f"{syncs['value']:>7.0f}" if syncs else f"{'':>7}")
         )
+    for row in rows:
+        if row["metric"] in ("predicted_decode_tok_s", "predicted_ttft_ms"):
+            what = (
+                f"{row['quantization']} TP{row['tp']}, {row['metric'].removeprefix('predicted_')}"
+            )
+            lines.append(
+                f"PREDICTED {what} at {row['context']}: {row['value']:.4g} {row['unit']} = "
+                f"{row['assumptions']}; the model alone says {row['baseline']['value']:.4g}"
+            )
     lines += verdicts(rows)
     failed = [r["algorithm"] for r in rows if r["metric"] in FAILED]
     lines += [f"not measured: {text}" for text in failed]

@@ -117,8 +117,9 @@ def test_a_forecast_is_marked_and_never_a_measurement(metric, value, ranks):
     assert slower, "the whole node exchanges among more ranks"
 
     text = scorecard.summary([share, forecast])
-    [line] = [line for line in text.splitlines() if "PREDICTED" in line and "  8  " in line]
+    [line] = [line for line in text.splitlines() if "  8  PREDICTED" in line]
     assert "one rank's share" in line
+    assert forecast["assumptions"] in text, "printed beside the figure"
     if metric == "decode_tok_s":
         assert "(PREDICTED)" in text.splitlines()[-1], "a target met on paper says so"
     assert forecast["algorithm"] not in render.TABLES["end-to-end"]([share, forecast])
