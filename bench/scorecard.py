@@ -260,7 +260,7 @@ def _run(section: Section, folder: Path, limit: float) -> tuple[str, str | None]
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each regime, forecasts marked, and what issue F asks for beside what was found."""
-    lines = [f"{'weights':<8}{'TP':>3}  {'what':<34}" + "".join(
+    lines = [f"{'weights':<8}{'TP':>3}  {'what':<44}" + "".join(
         f"{head:>14}" for head in ("TTFT 512 ms", "TTFT 2048 ms", "tok/s at 512", "tok/s at 8k")
     ) + f"{'roof':>7}{'syncs':>7}"]  # fmt: skip
     regimes: dict[tuple, dict[tuple, dict[str, Any]]] = {}
@@ -282,7 +282,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         share = (cells[2] or {}).get("share")
         syncs = found.get(("host_syncs_per_request", CONTEXTS[0]))
         lines.append(
-            f"{'FP8' if quantization == 'fp8' else 'BF16':<8}{degree:>3}  {what:<34}"
+            f"{'FP8' if quantization == 'fp8' else 'BF16':<8}{degree:>3}  {what:<44}"
             + "".join(f"{c['value']:>14.1f}" if c else f"{'-':>14}" for c in cells)
             + (f"{share:>7.0%}" if share else f"{'':>7}")
             + (f"{syncs['value']:>7.0f}" if syncs else f"{'':>7}")
