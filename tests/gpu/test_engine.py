@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from bench.latency import generate
 from engine.config import EngineConfig, from_dir
 from engine.errors import DeviceError
 from engine.runtime import create_executor, links, nccl
@@ -175,15 +176,7 @@ def test_fp8_follows_its_own_weights(folders):
 
 def run(executor, slot, prompt, count):
     """Greedy ids with steps queued ahead, as the scheduler does."""
-    handles = [executor.prefill(slot, prompt)]
-    out = []
-    queued = 1
-    while len(out) < count:
-        while queued < count and len(handles) < executor.max_in_flight:
-            handles.append(executor.decode([slot]))
-            queued += 1
-        out += executor.read(handles.pop(0))
-    return out
+    return generate(executor, prompt, count, slot)[0]
 
 
 def test_queued_ahead_graphs_equal_eager_steps(folders):
