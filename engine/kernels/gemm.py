@@ -8,7 +8,8 @@ bits.
 x may also be e4m3 with an fp32 scale a row, beside an FP8 w: then the products are FP8 too (W8A8).
 
 Four kernels: gemm_kernel.py (Triton; also the interpreter's), gemm_async.py (Gluon, FP8 weights),
-gemm_fp8.py (W8A8) and the library's GEMM.
+gemm_fp8.py (W8A8) and the library's GEMM. gemm_tile.py: what the first three share on the device;
+gemm_config.py: configurations, the heuristic and what a launch takes.
 
 N x K per rank (7B | 72B):
             TP 1            TP 2          TP 1            TP 2          TP 4          TP 8
