@@ -177,7 +177,7 @@ def main() -> None:
         emulated[name] = wrong(problem, config, emulate)
     compiled = {}
     for name, config, n, k in lm_heads():
-        for rows in (1, 8):
+        for rows in (1, 2, 8):
             parts = gemv_programs(config, n, k, rows, torch.bfloat16)
             slots = meta(8, dtype=INT)
             epilogue = Maxima(

@@ -142,8 +142,10 @@ def test_ring_in_the_emulator(results):
 
 
 def test_shipped_lm_heads_compile(results):
-    """The running maxima live in registers across the loop over K. One word may be spilled outside of it."""
-    assert len(results["compiled"]) == 14
+    """The running maxima live in registers across the loop over K. At 2 rows, 72B at TP = 1, ptxas keeps two programs a
+    multiprocessor and spills one word outside of that loop."""
+    assert len(results["compiled"]) == 21
     for name, r in results["compiled"].items():
-        assert r["spill_store_bytes"] <= 4 and r["local_bytes"] <= 8, name
+        spilled = r["spill_store_bytes"], r["local_accesses"]
+        assert spilled <= ((4, 2) if name == "72b/1 rows=2" else (0, 0)), name
         assert set(r["async_copies"]) == {"128"} and r["registers"] <= 255, name
