@@ -21,6 +21,7 @@ def facts(engine: EngineConfig) -> dict[str, Any]:
     """The fields of a row that name the deployment."""
     return {
         "model": engine.model, "quantization": engine.quantization or "none",
+        "kv_cache_dtype": engine.kv_cache_dtype,
         "tp": engine.tensor_parallel_size, "shard_of": engine.shard_of,
     }  # fmt: skip
 

@@ -87,6 +87,12 @@ class EngineConfig:
         "(slower, nearer to BF16); auto: fp8 on GPUs; decode always has 16-bit activations",
         choices=("auto", "fp8", "16bit"),
     )
+    kv_cache_dtype: str = _option(
+        "auto",
+        "fp8: e4m3 K and V with one scale for each token and KV head, made from that token's own values (half "
+        "the KV bytes, no calibration; rounds K and V by 2.6 % RMS); auto: the activations' type",
+        choices=("auto", "fp8"),
+    )
     load_format: str = _option(
         "auto",
         "dummy: seeded random weights made on the device",
@@ -177,6 +183,11 @@ class EngineConfig:
         if self.shard_of and self.load_format != "dummy":
             refuse("shard_of", self.shard_of, "works with load_format='dummy' only")
         object.__setattr__(self, "dtype", DTYPES[self.dtype])
+
+    @property
+    def fp8_kv(self) -> bool:
+        """Whether the KV cache is e4m3 with scales."""
+        return self.kv_cache_dtype == "fp8"
 
     def fp8_prefill(self, weights: str | None, *, cuda: bool = True) -> bool:
         """Whether long prefills multiply FP8 by FP8; weights: their quantisation, the checkpoint's or --quantization.

@@ -105,7 +105,12 @@ def _main(args: argparse.Namespace) -> int:
         from engine.graph import dump_graph
 
         fp8 = config.fp8_prefill(config.quantization)
-        print(dump_graph(model, config.tensor_parallel_size, config.quantization, fp8_prefill=fp8))
+        print(
+            dump_graph(
+                model, config.tensor_parallel_size, config.quantization, fp8_prefill=fp8,
+                fp8_kv=config.fp8_kv,
+            )
+        )  # fmt: skip
         return 0
     if (
         args.output

@@ -122,6 +122,7 @@ def _predicted(
             model, config.tensor_parallel_size, phase=phase, quantization=config.quantization,
             rows=wanted.rows if decode else rows, context=context, gpu=gpu_named(gpu),
             shard_of=config.shard_of, fp8_prefill=config.fp8_prefill(config.quantization),
+            fp8_kv=config.fp8_kv,
         )  # fmt: skip
         profiles.append(from_prediction(p, context))
         source = p.constants.source

@@ -9,10 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.bench.rows import SINCE
 from engine.errors import EngineError
 
 MARGIN = 0.03  # medians of repeated runs on one card agree to about 1 %
-REGIME = ("model", "quantization", "tp", "shard_of", "rows", "context", "bytes", "algorithm", "gpu")
+REGIME = (
+    "model",
+    "quantization",
+    "kv_cache_dtype",
+    "tp",
+    "shard_of",
+    "rows",
+    "context",
+    "bytes",
+    "algorithm",
+    "gpu",
+)
 HIGHER_IS_BETTER = ("tok/s", "req/s", "TFLOP/s", "TB/s", "GB/s")
 
 
@@ -64,13 +76,14 @@ def changes(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> lis
 
 
 def _key(row: dict[str, Any]) -> tuple:
-    return (row["metric"], *(row.get(name) for name in REGIME))
+    return (row["metric"], *(row.get(name, SINCE.get(name)) for name in REGIME))
 
 
 def regime(row: dict[str, Any]) -> str:
     """qwen2.5-72b fp8 tp=2 rows=1 context=512"""
     shard = f" shards of {row['shard_of']}" if row.get("shard_of") else ""
     parts = [row["model"] or "", row["quantization"] if row["quantization"] != "none" else ""]
+    parts += ["fp8 KV"] if row.get("kv_cache_dtype") == "fp8" else []
     parts += [f"tp={row['tp']}{shard}", f"rows={row['rows']}"]
     parts += [f"{name}={row[name]}" for name in ("context", "bytes") if row.get(name) is not None]
     parts += [str(row["algorithm"])] if row.get("algorithm") else []

@@ -123,8 +123,8 @@ def as_rows(
     """The figures in the schema of engine/bench/rows.py."""
     rows = Rows("bench_latency", write=False)
     regime = dict(model=facts["model"], quantization=config.quantization or "none",
-                  tp=config.tensor_parallel_size, shard_of=config.shard_of, rows=args.batch_size,
-                  context=args.input_len)  # fmt: skip
+                  kv_cache_dtype=config.kv_cache_dtype, tp=config.tensor_parallel_size,
+                  shard_of=config.shard_of, rows=args.batch_size, context=args.input_len)  # fmt: skip
     rows.add("latency_ms", result["percentiles"]["50"] * 1e3, "ms", **regime)
     for name in ("ttft", "tpot", "itl"):
         if f"{name}_ms" in result:

@@ -1,6 +1,6 @@
 """One schema for every measured figure, and the file it goes to.
 
-A row: bench, model, quantization, tp, shard_of, rows, context, bytes, algorithm, metric, value, unit, share
+A row: bench, model, quantization, kv_cache_dtype, tp, shard_of, rows, context, bytes, algorithm, metric, value, unit, share
 (of the roof), baseline {name, value}, gpu, gpus, torch, triton, driver, commit, date, command. Scripts write to
 $OUT (default ./out); `python -m bench.rows merge DIR` folds such files into bench/results/, replacing rows that
 measure the same thing.
@@ -18,8 +18,9 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 # What makes two rows measurements of the same thing: the newer replaces the older.
-IDENTITY = ("bench", "model", "quantization", "tp", "shard_of", "rows", "context", "bytes", "algorithm",
-            "metric", "gpu", "gpus")  # fmt: skip
+IDENTITY = ("bench", "model", "quantization", "kv_cache_dtype", "tp", "shard_of", "rows", "context", "bytes",
+            "algorithm", "metric", "gpu", "gpus")  # fmt: skip
+SINCE = {"kv_cache_dtype": "auto"}  # fields that older rows lack, and what they were
 
 
 def environment() -> dict[str, Any]:
@@ -63,7 +64,7 @@ class Rows:
     def add(self, metric: str, value: float, unit: str, **facts: Any) -> dict[str, Any]:
         """Append one row; facts fill the schema's other fields (model, tp, rows, context, share, ...)."""
         row: dict[str, Any] = {
-            "bench": self.bench, "model": "", "quantization": "none", "tp": 1, "shard_of": None, "rows": 1,
+            "bench": self.bench, "model": "", "quantization": "none", **SINCE, "tp": 1, "shard_of": None, "rows": 1,
             "context": None, "bytes": None, "algorithm": None, "metric": metric,
             "value": float(f"{value:.5g}"), "unit": unit, "share": None, "baseline": None,
             **facts, **self._environment,
@@ -97,7 +98,7 @@ def merge(folder: Path, results: Path = RESULTS) -> list[str]:
 
 def identity(row: dict[str, Any]) -> tuple:
     """Key of what a row measures."""
-    return tuple(row.get(name) for name in IDENTITY)
+    return tuple(row.get(name, SINCE.get(name)) for name in IDENTITY)
 
 
 def load(results: Path = RESULTS) -> list[dict[str, Any]]:

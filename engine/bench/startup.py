@@ -115,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
         )
         rows.add(
             "startup_s", percentile(totals, 50), "s", model=starts[0]["model"],
-            quantization=config.quantization or "none", tp=config.tensor_parallel_size,
-            shard_of=config.shard_of, rows=config.max_num_seqs, algorithm=kind,
+            quantization=config.quantization or "none", kv_cache_dtype=config.kv_cache_dtype,
+            tp=config.tensor_parallel_size, shard_of=config.shard_of, rows=config.max_num_seqs, algorithm=kind,
         )  # fmt: skip
     if args.output_json:
         Path(args.output_json).write_text(json.dumps({**runs, "rows": rows.rows}, indent=1) + "\n")

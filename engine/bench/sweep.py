@@ -180,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     measured, rows = _measure(config, args, degrees, gpus)
     points = scaling(
         model, degrees, quantization=config.quantization, rows=args.batch_size,
-        context=args.input_len + args.output_len // 2, gpu=gpu,
+        context=args.input_len + args.output_len // 2, gpu=gpu, fp8_kv=config.fp8_kv,
     )  # fmt: skip
     title = f"{model.name} {config.quantization or '16-bit'}, {args.batch_size} row(s), {gpu.name}"
     source = constants_for(gpu, config.quantization).source

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from engine.checkpoint.load import find_aliases, is_quantized
+from engine.checkpoint.load import FP8_DTYPE, find_aliases, is_quantized
 from engine.config import ModelConfig
 from engine.errors import EngineError
 from engine.weights import WeightSpec
@@ -102,9 +102,11 @@ def weight_bytes(
 
 
 def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: torch.dtype) -> int:
-    """K and V of all layers for one token on one rank."""
+    """K and V of all layers for one token on one rank; dtype: of the cache, e4m3 with one fp32 scale a head
+    vector."""
     heads = config.shard(tp).num_kv_heads
-    return 2 * config.num_layers * heads * config.head_dim * dtype.itemsize
+    scale = 4 if dtype == FP8_DTYPE else 0
+    return 2 * config.num_layers * heads * (config.head_dim * dtype.itemsize + scale)
 
 
 def check_fit(
@@ -121,21 +123,24 @@ def check_fit(
     workspace_bytes: int = 0,
     exchange_bytes: int = 0,
     graph_bytes: int = 0,
+    fp8_kv: bool = False,
 ) -> MemoryTable:
     """The memory table of a deployment. `specs_at(tp)` gives the weight specs at a TP degree;
     `device_bytes` the total memory of each visible device; workspace and graphs are of one rank.
     max_model_len None: the model's own limit, or what memory holds (`table.need.context`).
 
     Raises EngineError if it does not fit, naming the flags that mend it: other TP degrees on the
-    devices at hand, FP8, a shorter context, fewer slots; only what has been computed to fit."""
+    devices at hand, FP8 weights, FP8 KV, a shorter context, fewer slots; only what has been computed to fit."""
     smallest = min(device_bytes)
 
-    def table(tp: int, quantization: str | None, context: int) -> MemoryTable:
+    def table(
+        tp: int, quantization: str | None, context: int, fp8_kv: bool = fp8_kv
+    ) -> MemoryTable:
         specs = list(specs_at(tp))
         # The last rank may pad its vocabulary and then cannot share a tied lm_head with the
         # embedding.
         weights = max(weight_bytes(specs, rank, dtype, quantization) for rank in {0, tp - 1})
-        kv = kv_bytes_per_token(config, tp, dtype)
+        kv = kv_bytes_per_token(config, tp, FP8_DTYPE if fp8_kv else dtype)
         need = MemoryNeed(
             weights, kv, context, num_slots, workspace_bytes, graph_bytes, exchange_bytes
         )
@@ -168,7 +173,7 @@ def check_fit(
 
 
 def _remedies(
-    table: Callable[[int, str | None, int], MemoryTable],
+    table: Callable[..., MemoryTable],
     asked: MemoryTable,
     wider: list[int],
     tp: int,
@@ -179,6 +184,9 @@ def _remedies(
     found = [f"--tp {n}" for n in wider if table(n, quantization, context).fits][:1]
     if quantization is None and table(tp, "fp8", context).fits:
         found.append("--quantization fp8")
+    smaller = table(tp, quantization, context, fp8_kv=True)
+    if smaller.need.kv < asked.need.kv and smaller.fits:
+        found.append("--kv-cache-dtype fp8")
     shorter = _round_down(asked.largest_context)
     if shorter:
         found.append(f"--max-model-len {shorter}")

@@ -74,6 +74,7 @@ def dump_graph(
     rows: int = 1,
     tokens: int = 512,
     fp8_prefill: bool = False,
+    fp8_kv: bool = False,
 ) -> str:
     """The IR of the decode step and of a prefill bucket after each pass, the buffer plan, and the launches
     of the compiled form: layer, stage, launcher, bytes, kernel[grid]xthreads, configuration."""
@@ -85,7 +86,9 @@ def dump_graph(
         def observe(name: str, graph: Graph) -> None:
             out.append(f"== after {name}\n{format_graph(graph)}")
 
-        unfused = build(config, phase=phase, rows=count, tp=tp, fp8_prefill=fp8_prefill)  # type: ignore[arg-type]
+        unfused = build(
+            config, phase=phase, rows=count, tp=tp, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv  # type: ignore[arg-type]
+        )  # fmt: skip
         final = run_passes(unfused, observe)
         buffers = plan(final, act_bytes=2)
         out.append(

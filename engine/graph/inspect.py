@@ -45,7 +45,7 @@ def meta_launches(
         slots=rows, rows=rows, tokens=graph.rows, max_model_len=context, arena_bytes=buffers.arena_bytes,
         gemm=gemm_workspace_sizes([graph], lambda name: weights[name].weight.dtype),
         maxima=maxima_pairs([graph], lambda name: weights[name].weight.dtype),
-        exchange=graph_exchange([graph]),
+        exchange=graph_exchange([graph]), fp8_kv=graph.fp8_kv,
     )  # fmt: skip
     ranks = allocate_ranks(
         config, [weights] * graph.tp, [META] * graph.tp, torch.bfloat16, sizes, degree

@@ -160,6 +160,11 @@ class Graph:
     # All-reduce algorithms that the links allow; the tuned choice among them, else the first.
     algorithms: tuple[str, ...] = ("lamport", "two_shot", "flag")
 
+    @property
+    def fp8_kv(self) -> bool:
+        """Whether the KV cache is e4m3 with scales."""
+        return any(op.find("k_scale") is not None for op in self.ops)
+
     def consumers(self) -> dict[Value, list[int]]:
         """Value -> indices of the ops that read it."""
         uses: dict[Value, list[int]] = {}

@@ -69,6 +69,7 @@ def row_costs(row: dict[str, Any]) -> list[tuple[str, int, Cost]]:
         rows=row["rows"] if decode else row["context"],
         context=row["context"] + MEAN_OUTPUT if decode else 0,
         fp8=row["quantization"] == "fp8", shard_of=row["shard_of"],
+        fp8_kv=row.get("kv_cache_dtype") == "fp8",
         fp8_prefill=row["quantization"] == "fp8",  # as EngineConfig has it on GPUs
     )  # fmt: skip
 

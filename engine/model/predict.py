@@ -84,12 +84,13 @@ def predict(
     constants: Constants | None = None,
     shard_of: int | None = None,
     fp8_prefill: bool = False,
+    fp8_kv: bool = False,
 ) -> Prediction:
     """Predicted step: `rows` sequences with `context` tokens in the KV (decode, default 512), or `rows` prompt
     tokens behind `context` earlier ones (prefill, default 0).
 
     shard_of: the ranks hold the shard of this degree while `tp` of them exchange. fp8_prefill: prefill multiplies
-    FP8 by FP8 where the graph does. constants None: calibrated
+    FP8 by FP8 where the graph does. fp8_kv: --kv-cache-dtype fp8. constants None: calibrated
     from bench/results where there are rows of this GPU. Raises EngineError for an impossible TP degree.
     """
     known = constants or constants_for(gpu, quantization)
@@ -97,7 +98,7 @@ def predict(
     found: dict[str, StagePrediction] = {}
     ops = op_costs(
         config, tp, phase=phase, rows=rows, context=context, fp8=quantization == "fp8",
-        shard_of=shard_of, fp8_prefill=fp8_prefill,
+        shard_of=shard_of, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv,
     )  # fmt: skip
     for name, count, cost in ops:
         us = count * known.op_us(cost, gpu)
@@ -123,13 +124,13 @@ class ScalingPoint:
 
 def scaling(
     config: ModelConfig, degrees: Sequence[int], *, quantization: str | None = None, rows: int = 1,
-    context: int = 512, gpu: Gpu = GPUS["h200"], constants: Constants | None = None,
+    context: int = 512, gpu: Gpu = GPUS["h200"], constants: Constants | None = None, fp8_kv: bool = False,
 ) -> list[ScalingPoint]:  # fmt: skip
     """The lines of `engine bench sweep` at each TP degree."""
     points = []
     for tp in degrees:
         p = predict(config, tp, quantization=quantization, rows=rows, context=context, gpu=gpu,
-                    constants=constants)  # fmt: skip
+                    constants=constants, fp8_kv=fp8_kv)  # fmt: skip
         points.append(
             ScalingPoint(tp, rows / p.roof_us * 1e6, p.tok_s, p.barrier_us / p.total_us,
                          p.launch_us / p.total_us)

@@ -109,14 +109,14 @@ class PhaseProfile:
 
 def stage_roofs(
     config: ModelConfig, tp: int, *, phase: Phase, rows: int, context: int, fp8: bool,
-    shard_of: int | None, gpu: Gpu, fp8_prefill: bool = False,
+    shard_of: int | None, gpu: Gpu, fp8_prefill: bool = False, fp8_kv: bool = False,
 ) -> dict[str, Roof]:  # fmt: skip
     """Roof of each stage, from the compiled graph, by gpu.copy and the peaks of its tensor cores.
 
     context: tokens in the KV before the step."""
     roofs: dict[str, Roof] = {}
     for stage, count, cost in op_costs(config, tp, phase=phase, rows=rows, context=context, fp8=fp8,
-                                       shard_of=shard_of, fp8_prefill=fp8_prefill):  # fmt: skip
+                                       shard_of=shard_of, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv):  # fmt: skip
         old = roofs.get(stage, Roof(0, 0.0, 0.0))
         us = max(cost.bytes / gpu.copy, cost.arithmetic_s(gpu)) * 1e6
         roofs[stage] = Roof(

@@ -114,6 +114,7 @@ class Session:
             self.model, self.engine.tensor_parallel_size, phase=phase, rows=rows,
             context=context if decode else 0, fp8=self._fp8(), shard_of=self.engine.shard_of,
             gpu=self._gpu(), fp8_prefill=self.engine.fp8_prefill("fp8" if self._fp8() else None),
+            fp8_kv=self.engine.fp8_kv,
         )  # fmt: skip
         facts: dict[str, Any] = dict(
             phase=phase, rows=rows, context=context, copy_bandwidth=self.copy_bandwidth

@@ -44,6 +44,7 @@ class CpuExecutor:
         phases: Phases,
         fused: bool = True,
         fp8_prefill: bool = False,
+        fp8_kv: bool = False,
     ):
         """weights: per rank, for the fused graph's specs (or the unfused one's with fused=False).
 
@@ -51,13 +52,20 @@ class CpuExecutor:
         """
         self.config, self.tp, self.num_slots = config, tp, num_slots
         self.max_model_len, self._weights, self._fused = max_model_len, weights, fused
-        self._phases, self._fp8_prefill = phases, fp8_prefill
+        self._phases, self._fp8_prefill, self._fp8_kv = phases, fp8_prefill, fp8_kv
         # One position more than the context: the last token's KV is written and never read.
         length = max_model_len + 1
         table = rope_table(config, length, "cpu")
         self._states = [
             new_state(
-                config, tp, slots=num_slots, length=length, dtype=dtype, device="cpu", table=table
+                config,
+                tp,
+                slots=num_slots,
+                length=length,
+                dtype=dtype,
+                device="cpu",
+                table=table,
+                fp8_kv=fp8_kv,
             )
             for _ in range(tp)
         ]
@@ -147,6 +155,7 @@ class CpuExecutor:
             size = rows or self.max_model_len
             graph = build(
                 self.config, phase=phase, rows=size, tp=self.tp, logits=logits, fp8_prefill=fp8,
+                fp8_kv=self._fp8_kv,
             )  # fmt: skip
             graph = run_passes(graph) if self._fused else graph
             self._programs[key] = Interpreter(graph, self._weights, self._states)

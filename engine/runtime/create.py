@@ -168,7 +168,7 @@ def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecuto
     executor = CpuExecutor(
         config, tp, weights, dtype=model.dtype, num_slots=engine.max_num_seqs,
         max_model_len=max_model_len, phases=phases,
-        fp8_prefill=engine.fp8_prefill(model.quantization, cuda=False),
+        fp8_prefill=engine.fp8_prefill(model.quantization, cuda=False), fp8_kv=engine.fp8_kv,
     )  # fmt: skip
     log.info("%s", phases.summary())
     return executor
@@ -220,7 +220,8 @@ def create_gpu_executor(
         graphs = compile_graphs(
             config, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
             prompt_logits_bucket=prompt_logits_bucket(max_model_len), only=only,
-            fp8_prefill=engine.fp8_prefill(model.quantization), algorithms=algorithms, adapt=model.adapt,
+            fp8_prefill=engine.fp8_prefill(model.quantization), fp8_kv=engine.fp8_kv,
+            algorithms=algorithms, adapt=model.adapt,
         )  # fmt: skip
         tails = compile_tails(
             config, tp, rows=engine.max_num_seqs, shard_of=engine.shard_of, algorithms=algorithms
@@ -236,7 +237,7 @@ def create_gpu_executor(
             gemm=gemm_workspace_sizes(
                 graphs.values(), lambda name: weights[0][name].weight.dtype, tuning=only is not None
             ),
-            exchange=graph_exchange(graphs.values()),
+            exchange=graph_exchange(graphs.values()), fp8_kv=engine.fp8_kv,
             maxima=maxima_pairs(
                 graphs.values(), lambda name: weights[0][name].weight.dtype, tuning=only is not None
             ),
@@ -317,5 +318,5 @@ def _fit(
         quantization=model.quantization, max_model_len=engine.max_model_len,
         num_slots=engine.max_num_seqs, device_bytes=totals * (degree if engine.shard_of else 1),
         utilization=engine.gpu_memory_utilization, workspace_bytes=workspace,
-        exchange_bytes=exchange.nbytes, graph_bytes=GRAPH_BYTES,
+        exchange_bytes=exchange.nbytes, graph_bytes=GRAPH_BYTES, fp8_kv=engine.fp8_kv,
     )  # fmt: skip

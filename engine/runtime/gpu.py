@@ -355,13 +355,14 @@ def compile_graphs(
     shard_of: int | None,
     prompt_logits_bucket: int,
     fp8_prefill: bool = False,
+    fp8_kv: bool = False,
     algorithms: tuple[str, ...] = Graph.algorithms,
     adapt: Callable[[dict[str, WeightSpec]], dict[str, WeightSpec]] = dict,
     only: Sequence[GraphKey] | None = None,
 ) -> dict[GraphKey, Graph]:
     """Every graph of a deployment: decode rows 1, 2, 4, 8 up to `rows`; prefill buckets; the largest bucket
     also without lm_head (chunks) and one bucket with logits of every position (prompt logprobs).
-    fp8_prefill, algorithms: see graph/build.py. adapt: the specs as the checkpoint stores them.
+    fp8_prefill, fp8_kv, algorithms: see graph/build.py. adapt: the specs as the checkpoint stores them.
     only: just these (tuning)."""
     wanted: list[GraphKey] = [("decode", n, "last") for n in DECODE_ROWS if n <= decode_rows(rows)]
     wanted += [("prefill", size, "last") for size in buckets]
@@ -370,7 +371,7 @@ def compile_graphs(
     for phase, size, logits in wanted if only is None else only:
         unfused = build(
             config, phase=phase, rows=size, tp=tp, logits=logits, shard_of=shard_of,
-            fp8_prefill=fp8_prefill, algorithms=algorithms,
+            fp8_prefill=fp8_prefill, fp8_kv=fp8_kv, algorithms=algorithms,
         )  # fmt: skip
         unfused = replace(unfused, weights=adapt(unfused.weights))
         graphs[(phase, size, logits)] = run_passes(unfused)

@@ -109,10 +109,12 @@ class Lockstep:
         quantization: str | None = None,
         dtype: torch.dtype = torch.float32,
         fp8_prefill: bool = False,
+        fp8_kv: bool = False,
         algorithms: tuple[str, ...] = Graph.algorithms,
     ):
+        """dtype: of the weights; activations are fp64 with fp64 weights, else fp32."""
         self.config: ModelConfig = from_dir(folder)
-        self.tp, self.fused, self.fp8_prefill = tp, fused, fp8_prefill
+        self.tp, self.fused, self.fp8_prefill, self.fp8_kv = tp, fused, fp8_prefill, fp8_kv
         self.algorithms = algorithms
         graph = self.graph("prefill", length, "all")
         source = CheckpointSource(folder)
@@ -121,7 +123,13 @@ class Lockstep:
         ]
         self.states: list[RankState] = [
             new_state(
-                self.config, tp, slots=slots, length=length, dtype=torch.float32, device="cpu"
+                self.config,
+                tp,
+                slots=slots,
+                length=length,
+                dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+                device="cpu",
+                fp8_kv=fp8_kv,
             )
             for _ in range(tp)
         ]
@@ -129,7 +137,7 @@ class Lockstep:
     def graph(self, phase: str, rows: int, logits: str = "last") -> Graph:
         graph = build(
             self.config, phase=phase, rows=rows, tp=self.tp, logits=logits,
-            fp8_prefill=self.fp8_prefill, algorithms=self.algorithms,
+            fp8_prefill=self.fp8_prefill, fp8_kv=self.fp8_kv, algorithms=self.algorithms,
         )  # fmt: skip
         return run_passes(graph) if self.fused else graph
 

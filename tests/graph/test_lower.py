@@ -48,14 +48,15 @@ class Lowered:
     """Ranks on one device, launched in lockstep."""
 
     def __init__(
-        self, folder, tp, quantization=None, fp8_prefill=False, algorithms=Graph.algorithms
-    ):
+        self, folder, tp, quantization=None, fp8_prefill=False, algorithms=Graph.algorithms,
+        fp8_kv=False,
+    ):  # fmt: skip
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.config = config = from_dir(folder)
         graphs = {
             key: run_passes(
                 build(config, phase=key[0], rows=key[1], tp=tp, logits=key[2], fp8_prefill=fp8_prefill,
-                      algorithms=algorithms)
+                      algorithms=algorithms, fp8_kv=fp8_kv)
             )
             for key in (("decode", 1, "last"), ("decode", 2, "last"), ("prefill", BUCKET, "last"),
                         ("prefill", BUCKET, "none"))
@@ -77,6 +78,7 @@ class Lowered:
             gemm=gemm_workspace_sizes(graphs.values(), lambda n: weights[0][n].weight.dtype),
             maxima=maxima_pairs(graphs.values(), lambda n: weights[0][n].weight.dtype),
             exchange=graph_exchange(graphs.values()),
+            fp8_kv=fp8_kv,
         )
         self.ranks = allocate_ranks(config, weights, [device] * tp, torch.float16, sizes, tp)
         self.graphs = graphs

@@ -9,11 +9,12 @@ from functools import cache
 import pytest
 import torch
 
-from engine.checkpoint.load import load_rank
+from engine.checkpoint.load import FP8_DTYPE, load_rank
 from engine.checkpoint.memory import GIB, check_fit, kv_bytes_per_token, weight_bytes
 from engine.checkpoint.source import DummySource
 from engine.config import preset
 from engine.errors import EngineError
+from engine.runtime.state import new_state
 from tests.unit.checkpoint_fixtures import specs_for
 from tests.unit.test_checkpoint_source import TINY
 
@@ -76,6 +77,28 @@ def test_weight_bytes_is_what_loading_allocates(tp, quantization, tied):
 @pytest.mark.parametrize("tp, heads", [(1, 8), (2, 4), (8, 1)])
 def test_kv_bytes_of_72b(tp, heads):
     assert kv_bytes_per_token(BIG, tp, torch.bfloat16) == 80 * 2 * heads * 128 * 2
+
+
+def test_fp8_kv_is_a_byte_an_element_and_a_scale_a_head_vector():
+    """As allocated, and 0.516 of 16 bits at head_dim 128: nearly twice the context fits."""
+    assert kv_bytes_per_token(BIG, 2, FP8_DTYPE) == 80 * 2 * 4 * (128 + 4)
+    for tp in (1, 4):
+        state = new_state(
+            TINY, tp, slots=2, length=32, dtype=torch.bfloat16, device="cpu", fp8_kv=True
+        )
+        tensors = [*state.k_cache, *state.v_cache, *(x for pair in state.kv_scales for x in pair)]
+        assert sum(x.nbytes for x in tensors) == 2 * 32 * kv_bytes_per_token(TINY, tp, FP8_DTYPE)
+    wide, narrow = (fit(max_model_len=8192, tp=2, devices=2, fp8_kv=fp8) for fp8 in (False, True))
+    assert narrow.need.kv / wide.need.kv == 132 / 256
+    assert 1.9 < narrow.largest_context / wide.largest_context < 1.94
+
+
+def test_fp8_kv_is_suggested_where_it_is_enough():
+    asked = dict(max_model_len=131072, num_slots=8, tp=2, devices=2, quantization="fp8")
+    assert " or --kv-cache-dtype fp8 or " in refusal(**asked) or "use --kv-cache" in refusal(
+        **asked
+    )
+    assert "--kv-cache-dtype" not in refusal(**{**asked, "num_slots": 64, "fp8_kv": True})
 
 
 def test_table_adds_up_and_prints():
@@ -169,7 +192,10 @@ def test_every_suggestion_fits_when_followed():
             changed = dict(options)
             for flag, value in re.findall(r"--([a-z-]+) (\w+)", remedy):
                 key = {"tp": "tp", "max-num-seqs": "num_slots"}.get(flag, flag.replace("-", "_"))
-                changed[key] = value if flag == "quantization" else int(value)
+                if flag == "kv-cache-dtype":
+                    changed["fp8_kv"] = value == "fp8"
+                else:
+                    changed[key] = value if flag == "quantization" else int(value)
             assert changed != options, (message, remedy)
             assert fit(**changed).fits, (message, remedy)
             followed += 1

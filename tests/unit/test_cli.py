@@ -64,6 +64,7 @@ def parse(*args):
         (["--dtype", "bf16"], "dtype", "bfloat16"),
         (["-q", "fp8"], "quantization", "fp8"),
         (["--model-format", "fp8"], "quantization", "fp8"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype", "fp8"),
         (["--max-model-len", "32k"], "max_model_len", 32000),
         (["--context-length", "32K"], "max_model_len", 32768),
         (["--session-len", "1.5k"], "max_model_len", 1500),

@@ -299,6 +299,7 @@ def test_degrees_that_are_no_powers_of_two():
         ("max_model_len", 0, "--max-model-len"),
         ("seed", -1, "--seed"),
         ("quantization", "awq", "is not one of fp8; set --quantization"),
+        ("kv_cache_dtype", "fp8_e5m2", "is not one of auto, fp8; set --kv-cache-dtype"),
         ("load_format", "gguf", "is not one of auto, safetensors, dummy; set --load-format"),
         ("device", "tpu", "is not one of auto, cpu, cuda; set --device"),
         ("dtype", "int8", "set --dtype"),
