@@ -13,9 +13,10 @@ import argparse
 import statistics
 import time
 
-from bench.deployment import facts, parse, roof_share
+from bench.deployment import facts, parse
 from bench.rows import Rows
 from engine.config import preset
+from engine.roof import roof_share
 from engine.runtime import create_executor
 from engine.sampling import GREEDY, Controls, Draw
 

@@ -24,11 +24,3 @@ def facts(engine: EngineConfig) -> dict[str, Any]:
         "kv_cache_dtype": engine.kv_cache_dtype,
         "tp": engine.tensor_parallel_size, "shard_of": engine.shard_of,
     }  # fmt: skip
-
-
-def roof_share(roof: dict[str, Any], context: float, seconds: float) -> float:
-    """Of the copy bandwidth of the same run: what a step of one row at `context` tokens reads, over its time.
-
-    roof: `stats()["roof"]` of an executor."""
-    moved = roof["weight_bytes"] + roof["kv_bytes_per_token"] * context
-    return moved / roof["copy_bandwidth"] / seconds

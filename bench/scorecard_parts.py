@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from bench.deployment import facts, parse, roof_share
+from bench.deployment import facts, parse
 from bench.rows import Rows
 from engine.config import EngineConfig, ModelConfig, preset, with_layers
 from engine.graph.ir import Phase
 from engine.model import gpu_named, predict
+from engine.roof import roof_share
 from engine.runtime.buckets import LARGEST
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from engine.options import (
     engine_config,
     sampling_params,
 )
+from engine.roof import roof_share
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -275,19 +276,13 @@ def _show(
     return [outputs[i] for i in range(count)]
 
 
-def roof_share(output: RequestOutput, stats: dict[str, Any]) -> float | None:
-    """Decode rate over the rate at which the card's copy bandwidth could read the same bytes.
-
-    Bytes per token and GPU: all weights once, and the KV of the mean context of the answer. None
-    where no copy bandwidth was measured (on the CPU).
-    """
-    roof = stats.get("roof") or {}
+def answer_share(output: RequestOutput, stats: dict[str, Any]) -> float | None:
+    """Share of the roof of one answer, at its mean context."""
     metrics = output.metrics
-    if not roof.get("copy_bandwidth") or metrics is None or metrics.decode_tok_s is None:
+    if metrics is None:
         return None
     context = metrics.prompt_tokens + metrics.output_tokens / 2
-    read = roof["weight_bytes"] + roof["kv_bytes_per_token"] * context
-    return metrics.decode_tok_s * read / roof["copy_bandwidth"]
+    return roof_share(stats.get("roof"), context, metrics.tpot_s)
 
 
 def _summary(outputs: list[RequestOutput], stats: dict[str, Any]) -> str:
@@ -304,7 +299,7 @@ def _summary(outputs: list[RequestOutput], stats: dict[str, Any]) -> str:
         rate = metrics[0].decode_tok_s
         if rate is not None:
             parts.append(f"decode {rate:.1f} tok/s")
-        share = roof_share(outputs[0], stats)
+        share = answer_share(outputs[0], stats)
         if share is not None:
             parts.append(f"{share:.0%} of the bandwidth roof")
     else:
@@ -337,7 +332,7 @@ def _as_json(output: RequestOutput, llm: LLM, stats: dict[str, Any]) -> dict[str
         "metrics": {
             **asdict(metrics),
             "decode_tok_s": metrics.decode_tok_s,
-            "roof_share": roof_share(output, stats),
+            "roof_share": answer_share(output, stats),
             "startup_s": stats.get("startup_s"),
         },
     }

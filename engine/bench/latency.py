@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.console import Parser, say
 from engine.errors import EngineError
 from engine.options import add_engine_options, count, engine_config
+from engine.roof import roof_share
 
 
 def add_options(p: Parser) -> None:
@@ -106,15 +107,14 @@ def decode_rate(result: dict[str, Any], batch_size: int) -> float | None:
     return batch_size / result["tpot_ms"]["p50"] * 1e3 if "tpot_ms" in result else None
 
 
-def roof_share(
+def step_share(
     result: dict[str, Any], roof: dict[str, Any] | None, args: argparse.Namespace
 ) -> float | None:
-    """Of the copy bandwidth of the same run: bytes of a step at the mean context over median TPOT."""
-    if not roof or not roof.get("copy_bandwidth") or "tpot_ms" not in result:
+    """Of the roof, from the median TPOT at the mean context."""
+    if "tpot_ms" not in result:
         return None
     context = args.input_len + args.output_len / 2
-    moved = roof["weight_bytes"] + args.batch_size * context * roof["kv_bytes_per_token"]
-    return moved / roof["copy_bandwidth"] / (result["tpot_ms"]["p50"] * 1e-3)
+    return roof_share(roof, args.batch_size * context, result["tpot_ms"]["p50"] * 1e-3)
 
 
 def as_rows(
@@ -132,7 +132,7 @@ def as_rows(
             rows.add(f"{name}_p99_ms", result[f"{name}_ms"]["p99"], "ms", **regime)
     rate = decode_rate(result, args.batch_size)
     if rate is not None:
-        share = roof_share(result, facts["roof"], args)
+        share = step_share(result, facts["roof"], args)
         rows.add("decode_tok_s", rate, "tok/s", share=share, **regime)
     return rows.rows
 
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     rows = as_rows(result, facts, config, args)
     print(
         report(
-            result, roof_share(result, facts["roof"], args), decode_rate(result, args.batch_size)
+            result, step_share(result, facts["roof"], args), decode_rate(result, args.batch_size)
         )
     )
     if args.output_json:

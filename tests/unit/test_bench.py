@@ -78,9 +78,9 @@ def test_summary_has_vllms_keys_and_the_rest_in_ms():
     assert rate == pytest.approx(2 / 0.0045)
     roof = {"copy_bandwidth": 4e12, "weight_bytes": 10e9, "kv_bytes_per_token": 1e5}
     moved = 10e9 + 2 * 640 * 1e5
-    share = latency.roof_share(result, roof, ARGS)
+    share = latency.step_share(result, roof, ARGS)
     assert share == pytest.approx(moved / 4e12 / 0.0045)
-    assert latency.roof_share(result, None, ARGS) is None
+    assert latency.step_share(result, None, ARGS) is None
     text = latency.report(result, share, rate)
     assert "Avg latency: 0.51 seconds" in text and "99% percentile" in text and "TTFT" in text
     other = latency.summary([BATCHES[0], Batch(0.5, (0.1,), (0.1,), (0.1,), ((9,),))], 256)

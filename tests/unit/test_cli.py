@@ -307,9 +307,9 @@ def test_share_of_the_roof():
     output = RequestOutput("0", None, [], [CompletionOutput(0, "", [])], None, metrics)
     roof = {"weight_bytes": 10**9, "kv_bytes_per_token": 10**5, "copy_bandwidth": 10**11}
     # 50 tok/s x (1e9 + 1e5 x (100 + 25.5)) bytes / 1e11 bytes/s
-    assert generate.roof_share(output, {"roof": roof}) == pytest.approx(0.506275)
-    assert generate.roof_share(output, {"roof": None}) is None
-    assert generate.roof_share(output, {}) is None
+    assert generate.answer_share(output, {"roof": roof}) == pytest.approx(0.506275)
+    assert generate.answer_share(output, {"roof": None}) is None
+    assert generate.answer_share(output, {}) is None
     assert "51 % of" in generate._summary([output], {"roof": roof}).replace("%", " %")
 
 
