@@ -40,13 +40,21 @@ class Item:
     sampling: dict[str, Any]
 
 
+def read_text(name: str) -> str:
+    """A --prompt-file. EngineError if it cannot be read."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise EngineError(f"--prompt-file {name}: {_reason(e)}") from None
+
+
+def _reason(e: OSError | UnicodeDecodeError) -> str:
+    return e.strerror or str(e) if isinstance(e, OSError) else "not UTF-8 text"
+
+
 def read_items(name: str, by_line: bool) -> list[Item]:
     """Prompts of a file: .jsonl, else one a line (by_line) or the whole text. EngineError names the line."""
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
-        raise EngineError(f"--prompt-file {name}: {reason}") from None
+    text = read_text(name)
     if not name.endswith(".jsonl"):
         if not by_line:
             return [Item(name, name, "prompt", text, {})]
@@ -108,8 +116,7 @@ def open_output(name: str) -> tuple[IO[str], set[str | int]]:
         stream = path.open("a", encoding="utf-8")
         stream.truncate(len(whole))
     except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
-        raise EngineError(f"--output {name}: {reason}") from None
+        raise EngineError(f"--output {name}: {_reason(e)}") from None
     return stream, done
 
 

@@ -13,10 +13,9 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from engine.batch import Item, check_ids, open_output, read_items, run_batch
+from engine.batch import Item, check_ids, open_output, read_items, read_text, run_batch
 from engine.console import Parser, command, say
 from engine.errors import EngineError, RequestError
 from engine.options import (
@@ -198,11 +197,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str | None]:
     for text in args.prompt or []:
         prompts.append(sys.stdin.read() if text == "-" else text)
     for name in args.prompt_file or []:
-        try:
-            prompts.append(Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as e:
-            reason = e.strerror if isinstance(e, OSError) else "not UTF-8 text"
-            raise EngineError(f"--prompt-file {name}: {reason}") from None
+        prompts.append(read_text(name))
     if args.input_len is not None:
         if args.input_len < 1:
             raise EngineError(f"--input-len {args.input_len} is not a whole number >= 1")
