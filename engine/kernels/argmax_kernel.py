@@ -174,9 +174,7 @@ def argmax_partial_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(0)
-    part = tl.program_id(1)
-    parts = tl.num_programs(1)
+    row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     scale, seed, position = row_noise(
         temperature, seeds, positions, row_slots, request, row, True, REQUEST
     )

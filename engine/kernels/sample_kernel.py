@@ -263,9 +263,7 @@ def pick_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row = tl.program_id(0)
-    part = tl.program_id(1)
-    parts = tl.num_programs(1)
+    row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = tl.maximum(row_slot(row_slots, request, row, True, REQUEST), 0)
     scale = tl.load(temperature + slot)
     seed = tl.load(seeds + slot)

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from engine.errors import EngineError
-from engine.kernels.argmax import (
-    RING_NAN,
-    RING_PADDING,
-    argmax_finish,
-    argmax_partial,
-    argmax_poll,
-    argmax_programs,
-    argmax_push,
-)
+from engine.kernels import argmax
 from engine.kernels.gemv import GemvConfig, gemv, heuristic
 from engine.kernels.slots import argmax_workspace, peer_table
 from tests.kernels.collective_group import status_words
@@ -35,10 +27,10 @@ def results():
 
 def partial(problem: Problem, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Maxima of stored logits by the kernel of its own."""
-    shape = (problem.rows, argmax_programs(problem.n))
+    shape = (problem.rows, argmax.argmax_programs(problem.n))
     values = torch.full(shape, 7e37, device=logits.device)
     ids = torch.full(shape, -5, dtype=torch.int32, device=logits.device)
-    argmax_partial(
+    argmax.argmax_partial(
         logits, problem.temperature, problem.seeds, problem.positions, problem.row_slots, values, ids,
         vocab_size=problem.vocab, id_offset=problem.offset, request=problem.request,
     )  # fmt: skip
@@ -74,7 +66,7 @@ def check(problem: Problem, config: GemvConfig) -> None:
     for found in ((fused.values, fused.ids), apart):
         assert (found[1] >= 0).all()
         states.append(State(problem))
-        argmax_finish(*found, *states[-1].outcome, request=problem.request)
+        argmax.argmax_finish(*found, *states[-1].outcome, request=problem.request)
     assert states[0].all() == states[1].all()
     best = [found[0].amax(1) for found in (apart, (fused.values, fused.ids))]
     live = problem.row_slots >= 0
@@ -96,11 +88,11 @@ def test_marks_reach_the_ring(device):
         fused = problem.maxima(SIMPLE)
         gemv(problem.x, problem.w, fused, config=SIMPLE, **problem.extras)
         state = State(problem)
-        argmax_finish(fused.values, fused.ids, *state.outcome)
+        argmax.argmax_finish(fused.values, fused.ids, *state.outcome)
         state.all()
         shown[name] = state.ring[0].tolist()
-    assert shown["nan"] == [RING_NAN]
-    assert shown["3 rows, one of them padding"][1] == RING_PADDING
+    assert shown["nan"] == [argmax.RING_NAN]
+    assert shown["3 rows, one of them padding"][1] == argmax.RING_PADDING
 
 
 @pytest.mark.parametrize("parts", [1, 64, 132, 264, 513, 3000])
@@ -114,7 +106,7 @@ def test_any_number_of_parts(rows, parts, device):
         values[:, row, [0, parts // 2, parts - 1]] = 99.0 - row
     expected = [winners(values[rank], ids[rank]) for rank in range(2)]
     state = State(problem)
-    argmax_finish(values[0], ids[0], *state.outcome)
+    argmax.argmax_finish(values[0], ids[0], *state.outcome)
     assert state.all()[2][:rows] == expected[0].tolist()
 
     space = argmax_workspace(2, rows)
@@ -122,9 +114,11 @@ def test_any_number_of_parts(rows, parts, device):
     table = peer_table(buffers, device)
     states = [State(problem) for _ in range(2)]
     for rank in range(2):
-        argmax_push(values[rank], ids[rank], table, 0, rank=rank, world=2)
+        argmax.argmax_push(values[rank], ids[rank], table, 0, rank=rank, world=2)
     for rank, state in enumerate(states):
-        argmax_poll(buffers[rank], 0, 0, *state.outcome, status, rank=rank, world=2, call_site=1)
+        argmax.argmax_poll(
+            buffers[rank], 0, 0, *state.outcome, status, rank=rank, world=2, call_site=1
+        )
     assert states[0].all()[2][:rows] == torch.minimum(*expected).tolist()
     assert states[0].all()[0] == states[1].all()[0]
 
