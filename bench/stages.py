@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from bench.deployment import parse
 from bench.rows import Rows
-from engine.model import GPUS
 from engine.kernels import gemv_poll
+from engine.model import GPUS
 from engine.profiling.report import stage_roofs
 from engine.profiling.subtract import added_by_stage
 from engine.tune.chain import Chain, Deployment
