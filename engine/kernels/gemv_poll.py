@@ -189,7 +189,7 @@ def poll_chunks(
     """All of h in registers: a tuple of [RP, CHUNK] 16-bit tensors of layout LAYOUT (8 neighbouring values a
     thread), zero beyond R and K; with this program's shares of the rest. poll: as for `poll_tile`."""
     CHUNKS: gl.constexpr = (K + CHUNK - 1) // CHUNK
-    TOGETHER: gl.constexpr = MOST_LOADS // WORLD if MOST_LOADS > WORLD else 1
+    TOGETHER: gl.constexpr = MOST_LOADS // (WORLD * RP) if MOST_LOADS > WORLD * RP else 1
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
     row = gl.arange(0, RP, gl.SliceLayout(1, LANES))[:, None]
     lane = gl.arange(0, CHUNK // 8, gl.SliceLayout(0, LANES))[None, :]

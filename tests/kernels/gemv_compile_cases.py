@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import torch
 
 from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
 from engine.kernels.gemv import GemvConfig, heuristic, plan_gemv
 from engine.kernels.gemv_config import simple_config
+from engine.kernels.gemv_poll import Poll
 from tests.kernels.compile_sm90 import Report, compile_launch, to_json
 
 DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,13 +40,15 @@ def meta_epilogue(kind: str, rows: int, n: int) -> Epilogue:
 
 def compile_gemv(
     config: GemvConfig, n: int, k: int, weight: str, rows: int, epilogue: str, *, norm: bool, bias: bool,
-    keep_text: bool = False,
+    keep_text: bool = False, world: int = 0,
 ) -> Report:  # fmt: skip
-    """Compile one variant as `gemv` would launch it, with PDL."""
+    """Compile one variant as `gemv` would launch it, with PDL; world: it polls that many ranks' messages."""
+    buffer, status = torch.empty(0, dtype=torch.uint8), torch.empty(8, dtype=torch.int32)
+    poll = Poll(buffer, 2**32, 2**33, meta(rows, k), status, 0, world, 5) if world else None
     kernel, _, arguments = plan_gemv(
         meta(rows, k), meta(n, k, dtype=DTYPES[weight]), meta_epilogue(epilogue, rows, n),
         scale=meta(n, dtype=torch.float32) if weight == "fp8" else None, bias=meta(n) if bias else None,
-        norm_weight=meta(k) if norm else None, config=config, pdl=True,
+        norm_weight=meta(k) if norm else None, poll=poll, config=config, pdl=True,
     )  # fmt: skip
     return compile_launch(kernel, arguments, keep_text=keep_text)
 
@@ -54,6 +60,18 @@ SHAPES = [
     (7392, 8192, "silu", True, False),
     (8192, 3696, "residual", False, False),
     (152064, 3584, "store", True, False),
+]
+
+
+# 72B at TP=2 and 7B at TP=2 and 4, as tuned on an H200: one program a multiprocessor, and two.
+POLLED = [
+    # n, k, weight, epilogue, bias, config, (rows, world)
+    (5120, 8192, "fp8", "rope", True, ("ring", 64, 512, 8, 6, 132, 4, 1), [(1, 2), (2, 2)]),
+    (29568, 8192, "fp8", "silu", False, ("ring", 16, 1024, 8, 6, 264, 8, 2), [(2, 2), (1, 4)]),
+    (29568, 8192, "bf16", "silu", False, ("ring", 16, 256, 4, 12, 264, 4, 2), [(1, 2)]),
+    (18944, 3584, "fp8", "silu", False, ("ring", 32, 1024, 4, 3, 264, 4, 2), [(1, 2), (4, 2)]),
+    (2304, 3584, "bf16", "rope", True, ("ring", 16, 512, 4, 6, 264, 4, 2), [(1, 2), (2, 4)]),
+    (1152, 3584, "bf16", "rope", True, ("simple", 8, 512, 4), [(1, 2)]),
 ]
 
 
@@ -69,6 +87,30 @@ def main() -> None:
                     reports[name] = compile_gemv(
                         config, n, k, weight, rows, epilogue, norm=norm, bias=bias
                     )
+    for n, k, weight, epilogue, bias, values, calls in POLLED:
+        config = GemvConfig(*values)
+        for rows, world in calls:
+            name = f"{config.kernel} {weight} {n}x{k} {epilogue} polls {world} rows={rows}"
+            report = compile_gemv(
+                config,
+                n,
+                k,
+                weight,
+                rows,
+                epilogue,
+                norm=True,
+                bias=bias,
+                world=world,
+                keep_text=True,
+            )
+            resident = max(1, config.programs_per_sm) * 32 * config.num_warps * report.registers
+            # 64 Ki registers; a ring asks for its share of shared memory, so they must suffice for as many.
+            loads = re.findall(r"ld\.relaxed\.sys\.global\.(?:v4\.)?u32", report.ptx)
+            reports[name] = replace(report, ptx=" ".join(sorted(set(loads))), sass="")
+            if config.kernel == "ring" and resident > 65536:
+                reports[name] = (
+                    f"{report.registers} registers: fewer programs fit than the ring's share"
+                )
     print(to_json(reports))
 
 

@@ -13,7 +13,7 @@ def reports():
 
 
 def test_everything_compiles(reports):
-    assert len(reports) >= 20
+    assert len(reports) >= 30
     assert not {name: text for name, text in reports.items() if isinstance(text, str)}
 
 
@@ -26,7 +26,8 @@ def test_no_spills_and_no_local_memory(reports):
 def test_registers_let_two_programs_share_a_multiprocessor(reports):
     """64 Ki registers an SM. Simple, one row: at least 512 resident threads; rings take what they like."""
     for name, r in reports.items():
-        limit = 128 if name.startswith("simple") and name.endswith("rows=1") else 255
+        one_row = name.startswith("simple") and name.endswith("rows=1") and "polls" not in name
+        limit = 128 if one_row else 255
         assert r["registers"] <= limit, name
 
 
@@ -38,4 +39,6 @@ def test_weights_move_16_bytes_a_thread(reports):
             assert r["global_loads"].get("128", 0) >= 2, name
         else:
             assert set(r["async_copies"]) == {"128"}, name
+            if "polls" in name:  # 16 bytes of a message or the residual at a time; the status word
+                assert r["ptx"] == "ld.relaxed.sys.global.u32 ld.relaxed.sys.global.v4.u32", name
             assert sum(r["tensor_core"].values()) > 0, name
