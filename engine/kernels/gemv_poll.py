@@ -95,12 +95,10 @@ def poll_arguments(poll: Poll | None, x: torch.Tensor) -> dict[str, Any]:
 
 
 @triton.jit
-def arm_shares(at, live, rearm, share, shares, MESSAGE_BYTES: tl.constexpr, WORLD: tl.constexpr):
-    """Programs share + shares, share + 2 shares, ... (modulo the grid) arm 16 bytes a lane of a message each."""
-    armed = (at * 0 + SENTINEL_16).to(tl.int32)
-    for r in tl.static_range(WORLD):
-        if tl.program_id(0) == ((r + 1) * shares + share) % tl.num_programs(0):
-            push16(rearm + r * MESSAGE_BYTES + at, armed, armed, armed, armed, live)
+def arm(address, live):
+    """Sentinels into 16 bytes a lane."""
+    armed = (address * 0 + SENTINEL_16).to(tl.int32)
+    push16(address, armed, armed, armed, armed, live)
 
 
 @triton.jit
@@ -123,11 +121,14 @@ def poll_tile(
     live = chunk < K // 8
     at = row * K * 2 + tl.minimum(chunk, K // 8 - 1).to(tl.int64) * 16
     share = row * tl.cdiv(K, BLOCK_K) + start // BLOCK_K
-    arm_shares(at, live, rearm, share, R * tl.cdiv(K, BLOCK_K), R * K * 2, WORLD)
+    mine = tl.program_id(0) == share % tl.num_programs(0)
+    if mine:
+        for r in tl.static_range(WORLD):
+            arm(rearm + r * R * K * 2 + at, live)
     held = load16(x_ptr.to(tl.int64) + at, live)
     words = wait_messages(messages + at, R * K * 2, 0, status, limit_us, rank, site, slot, WORLD, 4)
     y = sum_messages(words, held, WORLD, True, x_ptr.dtype.element_ty)
-    if tl.program_id(0) == share % tl.num_programs(0):
+    if mine:
         push16(hidden_ptr.to(tl.int64) + at, y[0], y[1], y[2], y[3], live)
     low, high = (), ()
     for i in tl.static_range(4):
@@ -139,7 +140,7 @@ def poll_tile(
 @gluon.jit
 def poll_parts(
     x_ptr, poll, row, lane, FIRST: gl.constexpr, PARTS: gl.constexpr, R: gl.constexpr, K: gl.constexpr,
-    WORLD: gl.constexpr, LAYOUT: gl.constexpr,
+    WORLD: gl.constexpr, PROGRAMS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Chunks FIRST .. FIRST + PARTS - 1 of `poll_chunks`. row [RP, 1], lane [1, chunk / 8]: the 8 values of a lane."""
     hidden_ptr, messages, _, status, limit_us, rank, site, slot = poll
@@ -163,7 +164,7 @@ def poll_parts(
         for r in gl.static_range(WORLD):
             for i in gl.static_range(4):
                 mine = mine + (words[(r * PARTS + part) * 4 + i],)
-        if gl.program_id(0) == (FIRST + part) % gl.num_programs(0):
+        if gl.program_id(0) == (FIRST + part) % PROGRAMS:
             y = sum_messages(mine, held[part], WORLD, True, DTYPE)
             target = hidden_ptr.to(gl.int64) + at + part * LANES * 16
             push16(target, y[0], y[1], y[2], y[3], inside[part])
@@ -184,25 +185,28 @@ def poll_parts(
 @gluon.jit
 def poll_chunks(
     x_ptr, poll, R: gl.constexpr, K: gl.constexpr, RP: gl.constexpr, CHUNK: gl.constexpr,
-    WORLD: gl.constexpr, LAYOUT: gl.constexpr,
+    WORLD: gl.constexpr, PROGRAMS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """All of h in registers: a tuple of [RP, CHUNK] 16-bit tensors of layout LAYOUT (8 neighbouring values a
-    thread), zero beyond R and K; with this program's shares of the rest. poll: as for `poll_tile`."""
+    thread), zero beyond R and K; with this program's shares of the rest: a chunk of h, and one of a message to
+    re-arm, while the messages are on their way. poll: as for `poll_tile`."""
     CHUNKS: gl.constexpr = (K + CHUNK - 1) // CHUNK
     TOGETHER: gl.constexpr = MOST_LOADS // (WORLD * RP) if MOST_LOADS > WORLD * RP else 1
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
     row = gl.arange(0, RP, gl.SliceLayout(1, LANES))[:, None]
     lane = gl.arange(0, CHUNK // 8, gl.SliceLayout(0, LANES))[None, :]
-    for c in gl.static_range(CHUNKS):
-        inside = (row < R) & (lane + c * (CHUNK // 8) < K // 8)
-        at = (row * (K * 2) + lane * 16 + c * (CHUNK * 2)).to(gl.int64)
-        arm_shares(at, inside, poll[2], c, CHUNKS, R * K * 2, WORLD)
+    for share in range(PROGRAMS - 1 - gl.program_id(0), CHUNKS * WORLD, PROGRAMS):
+        begin = share % CHUNKS * (CHUNK // 8)
+        at = (share // CHUNKS * R + row) * (K * 2) + (lane + begin) * 16
+        arm(poll[2] + at.to(gl.int64), (row < R) & (lane + begin < K // 8))
     chunks = ()
     for first in gl.static_range(0, CHUNKS - CHUNKS % TOGETHER, TOGETHER):
-        chunks = chunks + poll_parts(x_ptr, poll, row, lane, first, TOGETHER, R, K, WORLD, LAYOUT)
+        chunks = chunks + poll_parts(
+            x_ptr, poll, row, lane, first, TOGETHER, R, K, WORLD, PROGRAMS, LAYOUT
+        )
     if CHUNKS % TOGETHER:
         REST: gl.constexpr = CHUNKS % TOGETHER
         chunks = chunks + poll_parts(
-            x_ptr, poll, row, lane, CHUNKS - REST, REST, R, K, WORLD, LAYOUT
+            x_ptr, poll, row, lane, CHUNKS - REST, REST, R, K, WORLD, PROGRAMS, LAYOUT
         )
     return chunks

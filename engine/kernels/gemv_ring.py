@@ -271,7 +271,9 @@ def gemv_ring_kernel(
     kept = ()
     if POLL:
         poll = (hidden_ptr, messages, rearm, status, limit_us, poll_rank, poll_site, poll_slot)
-        kept = poll_chunks(x_ptr, poll, R, K, RP, X_CHUNK, POLL, X_LOAD)
+        kept = poll_chunks(
+            x_ptr, poll, R, K, RP, X_CHUNK, POLL, gl.cdiv(N, ROWS_PER_PROGRAM), X_LOAD
+        )
     elif STAGE_X and RP * CHUNKS * X_CHUNK <= WARPS * 32 * 64:
         for c in gl.static_range(CHUNKS):
             kept = kept + (load_x(x_ptr, xr, c * X_CHUNK + xk, R, K),)

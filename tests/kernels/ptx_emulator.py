@@ -166,6 +166,10 @@ class Block:
             wide = "s64" if kind[0] == "s" else "u64"
             a, b = (self.typed(x, kind).astype(wide[0].replace("s", "i") + "8") for x in args[1:3])
             return a * b + (self.typed(args[3], wide) if name == "mad" else 0)
+        if op[:2] == ["mul", "hi"]:  # of 32 bits
+            wide = {"s32": np.int64, "u32": np.uint64}[kind]
+            a, b = (self.typed(x, kind).astype(wide) for x in args[1:3])
+            return (a * b >> wide(32)).astype(np.uint32)
         if name == "prmt":  # each byte of the result: one of the eight of the two operands
             both = (self.read(args[1]) & U64(0xFFFFFFFF)) | (self.read(args[2]) << U64(32))
             pick = [int(args[3].rstrip("U"), 0) >> 4 * i & 15 for i in range(4)]
