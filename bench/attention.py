@@ -1,6 +1,7 @@
 """Attention on the card: correctness, then decode and prefill times over shapes, contexts and configs.
 
     python -m bench.attention --time-limit 120
+    python -m bench.attention --time-limit 120 --kv-cache-dtype fp8 --contexts 512,8192,32768,131072
 
 Writes to $OUT (default ./out): attention.json (rows, see bench/rows.py) and autotune_cache/<gpu>/*.json. Times are
 medians of CUDA graph replays over as many layers' KV as exceed the L2.
@@ -48,7 +49,7 @@ def candidates(shape: Shape, context: int, sm_count: int) -> list[Decode]:
         shape.num_kv_heads,
         context,
         sm_count,
-        torch.bfloat16,
+        shape.kv_dtype,
         shape.head_dim,
         max_splits=3 * sm_count,
     )
@@ -91,9 +92,8 @@ class Run:
         for item in args.models.split(","):
             name, tp = item.split("/")
             shard, config = preset(name).shard(int(tp)), preset(name)
-            self.shapes.append(
-                Shape(name, int(tp), shard.num_heads, shard.num_kv_heads, config.head_dim)
-            )
+            heads = shard.num_heads, shard.num_kv_heads, config.head_dim
+            self.shapes.append(Shape(name, int(tp), *heads, fp8_kv=args.kv_cache_dtype == "fp8"))
         self.points: dict[Shape, list[DecodePoint]] = {shape: [] for shape in self.shapes}
         self.choices: dict[str, str] = {}
         self.contexts = [int(x) for x in args.contexts.split(",")]
@@ -107,9 +107,8 @@ class Run:
         for shape in self.shapes:
             for config in candidates(shape, max(self.contexts), self.sm_count):
                 wanted[Variant(shape, config)] = None
-            wanted.update(
-                {Variant(shape, config): None for config in attention_space.prefill_candidates()}
-            )
+            for tiles in attention_space.prefill_candidates(shape.head_dim, shape.kv_dtype):
+                wanted[Variant(shape, tiles)] = None
         self.good = check_all(list(wanted), self.args.processes, 0.45 * self.args.time_limit)
         seconds = time.perf_counter() - self.begin
         print(f"{len(self.good)} of {len(wanted)} configs right, {seconds:.0f} s", flush=True)
@@ -141,13 +140,13 @@ class Run:
         shape, best = point.shape, min(point.us, key=point.us.__getitem__)
         us = point.us[best]
         base = decode.heuristic(
-            shape.num_kv_heads, max(self.contexts), 1, self.sm_count, torch.bfloat16
+            shape.num_kv_heads, max(self.contexts), 1, self.sm_count, shape.kv_dtype, shape.head_dim
         )
         variants = {
             "no prefetch": lambda: point.time(best, prefetch=False),
             "plain": lambda: point.time(best, pdl=False, prefetch=False),
         }
-        if point.rows == 1:
+        if point.rows == 1 and not shape.fp8_kv:
             variants["sdpa"] = point.sdpa_us
         extra = {name: attempt(name, f) or float("nan") for name, f in variants.items()}
         share = point.kv_bytes / self.bandwidth * 1e6 / us
@@ -157,7 +156,7 @@ class Run:
         self.rows.add(
             "attention_us", us, "us", model=shape.model, tp=shape.tp, rows=point.rows,
             context=point.context, bytes=point.kv_bytes, algorithm="decode", share=share,
-            baseline=baseline,
+            baseline=baseline, kv_cache_dtype=self.args.kv_cache_dtype,
         )  # fmt: skip
         line = (
             f"decode {shape.model[8:]:>3}/{shape.tp} {point.rows} {point.context:6} {us:8.2f} "
@@ -186,7 +185,7 @@ class Run:
             best = min(common, key=score)
             key = {
                 "num_kv_heads": shape.num_kv_heads, "group": shape.group, "head_dim": shape.head_dim,
-                "context": limit, "kv_dtype": torch.bfloat16,
+                "context": limit, "kv_dtype": shape.kv_dtype,
             }  # fmt: skip
             entries[choose.key_string("decode_attention", key)] = {
                 "config": asdict(best), "score": float(f"{score(best):.4g}"),
@@ -208,7 +207,7 @@ class Run:
                 if entry:
                     key = {
                         "num_kv_heads": shape.num_kv_heads, "group": shape.group,
-                        "head_dim": shape.head_dim, "t": t,
+                        "head_dim": shape.head_dim, "t": t, "kv_dtype": shape.kv_dtype,
                     }  # fmt: skip
                     entries[choose.key_string("prefill_attention", key)] = entry
         self.save("prefill_attention", entries)
@@ -217,7 +216,7 @@ class Run:
         """Time all configs at start 0, the best also behind a prefix of 8192 - t, and torch's kernels."""
         point = PrefillPoint(pool, shape, t)
         timed = {}
-        for config in attention_space.prefill_candidates():
+        for config in attention_space.prefill_candidates(shape.head_dim, shape.kv_dtype):
             if Variant(shape, config) in self.good:
                 us = attempt(f"prefill {t} {short(config)}", lambda: point.time(config, 0))  # noqa: B023
                 if us is not None:
@@ -228,19 +227,22 @@ class Run:
         us = timed[best]
         start = 8192 - t
         prefixed = attempt("prefix", lambda: point.time(best, start)) if start else None
+        backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
         library = {
-            name: attempt(name, lambda: point.sdpa_us(backend)) or float("nan")  # noqa: B023
-            for name, backend in (
-                ("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION),
-            )
+            name: float("nan") if shape.fp8_kv  # torch has none over FP8 KV
+            else attempt(name, lambda: point.sdpa_us(backend)) or float("nan")  # noqa: B023
+            for name, backend in backends.items()
         }  # fmt: skip
         fastest = min((v for v in library.values() if v == v), default=None)
 
-        base = prefill.heuristic(shape.num_kv_heads, shape.group, shape.head_dim, t, self.sm_count)
+        base = prefill.heuristic(
+            shape.num_kv_heads, shape.group, shape.head_dim, t, self.sm_count, shape.kv_dtype
+        )
         self.rows.add(
             "attention_us", us, "us", model=shape.model, tp=shape.tp, rows=t, context=t,
             algorithm="prefill", share=point.tflops(us, 0) * 1e12 / PEAK,
             baseline=fastest and {"name": "torch sdpa, best of flash and cudnn", "value": fastest},
+            kv_cache_dtype=self.args.kv_cache_dtype,
         )  # fmt: skip
         line = (
             f"prefill {shape.model[8:]:>3}/{shape.tp} {t:5} {us:8.1f} {point.tflops(us, 0):5.0f} TFLOP/s "
@@ -264,6 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="qwen2.5-72b/8,qwen2.5-72b/2,qwen2.5-7b/1")
     parser.add_argument("--contexts", default="512,2048,8192,32768,131072")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--tokens", default="512,2048,8192,128")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds")
@@ -274,7 +277,8 @@ def main() -> None:
     rows_list = [int(x) for x in args.rows.split(",")]
     tokens = [int(x) for x in args.tokens.split(",")]
     longest = max(2 * max(run.contexts) * max(rows_list), 4 * max(8192, *tokens))
-    pool = Pool(max(s.num_kv_heads * s.head_dim for s in run.shapes) * longest)
+    width = max(s.num_kv_heads * s.head_dim for s in run.shapes)
+    pool = Pool(width * longest, fp8=args.kv_cache_dtype == "fp8")
     run.decode(pool, rows_list[:1], 0.8)
     run.prefill(pool, tokens)
     if rows_list[1:]:

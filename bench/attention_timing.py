@@ -15,7 +15,9 @@ from bench.timing import graph_us
 from engine.kernels import decode_attention as decode
 from engine.kernels import prefill_attention as prefill
 from engine.kernels.decode_attention import DecodeAttentionConfig
+from engine.kernels.kv_fp8 import KVScales
 from engine.kernels.prefill_attention import PrefillAttentionConfig
+from engine.kernels.quantize_rows import FP8
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 COLD_BYTES = 160e6  # KV walked over by one replay: more than twice the L2
@@ -32,21 +34,41 @@ def touch_kernel(source_ptr, q_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(q_ptr + offs, tl.load(source_ptr + offs, mask=offs < SIZE), mask=offs < SIZE)
 
 
+Layer = tuple[torch.Tensor, torch.Tensor, KVScales | None]  # K, V [slots, NKV, length, D], scales
+
+
 class Pool:
-    """Random K and V elements, cut into layers of the shape asked for."""
+    """Random K and V elements of size 1, bf16 or e4m3 with scales, cut into layers of the shape asked for."""
 
-    def __init__(self, elements: int):
-        self.flat = torch.empty(2, elements, dtype=torch.bfloat16, device=DEVICE)
+    def __init__(self, elements: int, fp8: bool):
+        dtype = FP8 if fp8 else torch.bfloat16
+        self.flat = torch.empty(2, elements, dtype=dtype, device=DEVICE)
         for part in self.flat.view(-1).split(1 << 27):
-            part.normal_()
+            part.copy_(torch.randn(part.shape, device=DEVICE).mul_(128 if fp8 else 1))  # 3.5 sigma
+        # As many as heads of 16 elements would have.
+        self.scales = (
+            torch.rand(2, elements // 16, device=DEVICE).add_(0.5).div_(128) if fp8 else None
+        )
 
-    def layers(self, slots: int, shape: Shape, length: int) -> list[tuple[torch.Tensor, ...]]:
-        """[(k, v)] of [slots, NKV, length, D], together beyond the L2 where the pool allows it."""
+    def layers(self, slots: int, shape: Shape, length: int) -> list[Layer]:
+        """Layers of `slots` slots of `length` positions, together beyond the L2 where the pool allows it."""
         dims = (slots, shape.num_kv_heads, length, shape.head_dim)
         size = math.prod(dims)
-        count = min(self.flat.shape[1] // size, MAX_LAYERS, 1 + math.ceil(COLD_BYTES / (4 * size)))
+        layer_bytes = slots * length * shape.token_bytes
+        count = min(self.flat.shape[1] // size, MAX_LAYERS, 1 + math.ceil(COLD_BYTES / layer_bytes))
+
+        def cut(
+            flat: torch.Tensor, i: int, dims: tuple[int, ...]
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            n = math.prod(dims)
+            k, v = (part[i * n : (i + 1) * n].view(dims) for part in flat)
+            return k, v
+
         return [
-            tuple(part[i * size : (i + 1) * size].view(dims) for part in self.flat)
+            (
+                *cut(self.flat, i, dims),
+                None if self.scales is None else cut(self.scales, i, dims[:3]),
+            )
             for i in range(count)
         ]
 
@@ -61,17 +83,16 @@ class DecodePoint:
         self.row_slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)
         self.source = torch.randn(rows, shape.num_heads * shape.head_dim, device=DEVICE).bfloat16()
         self.q, self.out = self.source.clone(), torch.empty_like(self.source)
-        k, v = (x[:1] for x in self.layers[-1])
+        k, v, scales = self.layers[-1]
         self.want = decode.decode_attention_ref(
-            self.q[:1], k, v, self.positions, self.row_slots[:1], **shape.kwargs
+            self.q[:1], k, v, self.positions, self.row_slots[:1], scales=scales, **shape.kwargs
         )
         self.touch_us = graph_us(lambda: [self.touch() for _ in self.layers], len(self.layers))  # type: ignore[func-returns-value]
         self.us: dict[DecodeAttentionConfig, float] = {}
 
     @property
     def kv_bytes(self) -> int:
-        s = self.shape
-        return self.rows * self.context * s.num_kv_heads * s.head_dim * 4
+        return self.rows * self.context * self.shape.token_bytes
 
     def touch(self) -> None:
         size = self.source.numel()
@@ -82,10 +103,10 @@ class DecodePoint:
     def attend(
         self, layer: int, config: DecodeAttentionConfig, space, pdl: bool, prefetch: bool
     ) -> None:
-        k, v = self.layers[layer]
+        k, v, scales = self.layers[layer]
         decode.decode_attention(
             self.q, k, v, self.positions, self.row_slots, self.out, space, **self.shape.kwargs,
-            config=config, pdl=pdl, prefetch=prefetch,
+            scales=scales, config=config, pdl=pdl, prefetch=prefetch,
         )  # fmt: skip
 
     def time(
@@ -121,7 +142,7 @@ class DecodePoint:
         layers = self.layers[:40]
 
         def body() -> None:
-            for k, v in layers:
+            for k, v, _ in layers:
                 functional.scaled_dot_product_attention(q, k[:1], v[:1], enable_gqa=True)
 
         return graph_us(body, len(layers))
@@ -140,9 +161,16 @@ class PrefillPoint:
         request = torch.tensor([0, start, self.tokens], dtype=torch.int32, device=DEVICE)
 
         def body() -> None:
-            for k, v in self.layers:
+            for k, v, scales in self.layers:
                 prefill.prefill_attention(
-                    self.q, k, v, request, self.out, **self.shape.kwargs, config=config
+                    self.q,
+                    k,
+                    v,
+                    request,
+                    self.out,
+                    **self.shape.kwargs,
+                    scales=scales,
+                    config=config,
                 )
 
         return graph_us(body, len(self.layers))
@@ -153,7 +181,7 @@ class PrefillPoint:
         heads = self.q.view(1, t, s.num_heads, s.head_dim).transpose(1, 2)
 
         def body() -> None:
-            for k, v in self.layers:
+            for k, v, _ in self.layers:
                 functional.scaled_dot_product_attention(
                     heads, k[:, :, :t], v[:, :, :t], is_causal=True, enable_gqa=True
                 )
