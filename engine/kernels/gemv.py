@@ -25,7 +25,7 @@ gives the same bits alone and among others as long as the config is the same. A 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import triton
@@ -156,6 +156,25 @@ def gemv_programs(config: GemvConfig, n: int, k: int, rows: int, w_dtype: torch.
     return triton.cdiv(n, ring_rows(config, n))
 
 
+class Linear(TypedDict, total=False):
+    """What makes y of x and W, all [R, K] x [N, K] -> [R, N]: scale [N] fp32; bias [N] and norm_weight [K] 16-bit or
+    fp32 (norm_weight None: no RMSNorm, eps unused)."""
+
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    eps: float
+
+
+class Options(Linear, total=False):
+    """And how it is launched. poll: x is the residual, and what is multiplied is h = x + an all-reduce, which the
+    kernel waits for (gemv_poll.py). pdl: with the programmatic-stream-serialisation attribute."""
+
+    poll: Poll | None
+    config: GemvConfig | None
+    pdl: bool
+
+
 def plan_gemv(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -193,39 +212,14 @@ def plan_gemv(
     return gemv_ring_kernel, grid, arguments
 
 
-def gemv(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    epilogue: Epilogue,
-    *,
-    scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    poll: Poll | None = None,
-    config: GemvConfig | None = None,
-    pdl: bool = False,
-) -> None:
+def gemv(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue, **options: Unpack[Options]) -> None:
     """Launch y = scale * rstd(x) * (W @ (x * norm_weight)) + bias and its epilogue on the current stream.
 
-    x [R, K] 16-bit, R 1..8; w [N, K] bf16, fp16 or float8_e4m3fn; scale [N] fp32; bias [N] and norm_weight [K]
-    16-bit or fp32. norm_weight None: no RMSNorm, eps unused. Everything contiguous. Outputs live in `epilogue`.
-    pdl: launched with the programmatic-stream-serialisation attribute. In the interpreter every config runs
-    the plain kernel. poll: x is the residual, and what is multiplied is h = x + an all-reduce, which the kernel
-    waits for (gemv_poll.py). Raises EngineError for shapes that do not fit together or a config that does not fit them.
+    x [R, K] 16-bit, R 1..8; w [N, K] bf16, fp16 or float8_e4m3fn; everything contiguous. Outputs live in `epilogue`.
+    In the interpreter every config runs the plain kernel. Raises EngineError for shapes that do not fit together
+    or a config that does not fit them.
     """
-    kernel, grid, arguments = plan_gemv(
-        x,
-        w,
-        epilogue,
-        scale=scale,
-        bias=bias,
-        norm_weight=norm_weight,
-        eps=eps,
-        poll=poll,
-        config=config,
-        pdl=pdl,
-    )
+    kernel, grid, arguments = plan_gemv(x, w, epilogue, **options)
     kernel[grid](**arguments)
 
 
@@ -253,21 +247,14 @@ def linear_ref(
 
 
 def gemv_ref(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    epilogue: Epilogue,
-    *,
-    scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue, **linear: Unpack[Linear]
 ) -> torch.Tensor:
     """Reference of `gemv`: the output as a new tensor, computed in fp32 (fp64 if x is), rounded once.
 
-    Store, Residual, Maxima -> [R, N] of out's dtype (the maxima: sample_ref.py); SiluMul -> [R, N/2]; RopeAppend -> q_out, with the caches filled
-    in place; Push -> the message [R, N] of x's dtype with -0.0 as +0.0. `epilogue.out` is read for its dtype only.
+    Store, Residual, Maxima -> [R, N] of out's dtype (the maxima: sample_ref.py); SiluMul -> [R, N/2]; RopeAppend ->
+    q_out, with the caches filled in place; Push -> the message [R, N] of x's dtype with -0.0 as +0.0. `epilogue.out` is read for its dtype only.
     """
-    y = linear_ref(x, w, scale=scale, bias=bias, norm_weight=norm_weight, eps=eps)
+    y = linear_ref(x, w, **linear)
     if isinstance(epilogue, Store | Maxima):
         return y.to(epilogue.out.dtype)
     if isinstance(epilogue, Residual):
