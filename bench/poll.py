@@ -4,13 +4,16 @@
 
 Writes $OUT/poll.json (rows, see bench/rows.py). A world's messages are all sent by this rank to itself: the push of
 o_proj and down_proj stores world copies of the partial sum, one for each rank's place in the slot. So everything
-runs but the links: a real message comes about 0.8 us later, which the weights' prefetch covers in both forms.
+runs but the links. "late": it sends one, and a courier kernel on a branch of the graph forwards each piece to the
+other places some 300 ns after it has seen it, so that the messages of the others arrive about 1 us behind the own
+one, as over NVLink.
 A layer is o_proj, all-reduce, gate/up, down_proj, all-reduce, qkv (no attention), in one graph of some layers with
 cold weights and programmatic launches. Before anything is timed, every hidden state and output of the polled form
 must have the bits of the separate one.
-  none      o_proj and down_proj add the residual: 4 launches
-  separate  push, poll_residual, GEMV: 6 launches
-  polled    push, GEMV that polls: 4 launches
+  none         o_proj and down_proj add the residual: 4 launches
+  separate     push, poll_residual, GEMV: 6 launches
+  polled       push, GEMV that polls: 4 launches
+  polled 1/SM  the same where the GEMV that polls has two programs a multiprocessor: with one, the same bits
 """
 
 from __future__ import annotations
@@ -22,9 +25,12 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from bench.gemv_workers import Problem, Weight, short, weights
 from bench.rows import Rows
@@ -32,14 +38,60 @@ from engine.config import preset
 from engine.kernels.all_reduce import poll_residual
 from engine.kernels.epilogue import Epilogue, Push, Residual
 from engine.kernels.gemv import GemvConfig, gemv, heuristic, plan_gemv
+from engine.kernels.gemv_config import deepest_ring
 from engine.kernels.gemv_poll import MOST_BYTES, Poll
 from engine.kernels.slots import LamportWorkspace, lamport_slots
+from engine.kernels.sync import DEFAULT_LIMIT_US, push16, wait_messages
 from engine.tune import choose
 
 DEVICE = "cuda"
 LAYERS = 4  # of a graph: 8 exchanges; beyond the L2 (60 MB) even for the smallest shard here
-FORMS = ("none", "separate", "polled")
-ROUNDS, REPLAYS = 9, 12  # the forms take turns, so that a drift of the clocks meets all of them
+FORMS = (
+    "none",
+    "separate",
+    "polled",
+    "polled 1/SM",
+    "separate late",
+    "polled late",
+    "polled 1/SM late",
+)
+LATE_NS = 300
+PIECE = 128  # 16-byte words that a program of the courier forwards
+ROUNDS, REPLAYS = 15, 12  # the forms take turns, so that a drift of the clocks meets all of them
+
+
+@triton.jit(do_not_specialize=["messages", "status", "limit_us", "site"])
+def courier_kernel(
+    messages, status, limit_us, site, BYTES: tl.constexpr, WORLD: tl.constexpr, NS: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    """Message 0 of a slot, as its pieces arrive and NS ns later, to the places of the others."""
+    word = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    live = word < BYTES // 16
+    at = tl.minimum(word, BYTES // 16 - 1).to(tl.int64) * 16
+    w = wait_messages(messages + at, 0, 0, status, limit_us, 0, site, 0, 1, 4)
+    if NS > 0:
+        tl.inline_asm_elementwise(
+            "{ .reg .u64 a, b; .reg .pred p; mov.u64 a, %globaltimer; SPIN: mov.u64 b, %globaltimer;"
+            " sub.u64 b, b, a; setp.lt.u64 p, b, $1; @p bra SPIN; mov.u32 $0, 0; }",
+            "=r,l", [tl.full((), NS, tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    for r in tl.static_range(1, WORLD):
+        push16(messages + r * BYTES + at, w[0], w[1], w[2], w[3], live)
+
+
+def courier(messages: int, status: torch.Tensor, site: int, nbytes: int, world: int) -> None:
+    """Launch it for the slot at address `messages`."""
+    courier_kernel[(triton.cdiv(nbytes // 16, PIECE),)](
+        messages, status.data_ptr(), DEFAULT_LIMIT_US, site, BYTES=nbytes, WORLD=world, NS=LATE_NS, PIECE=PIECE
+    )  # fmt: skip
+
+
+def one_program(config: GemvConfig, weight: Weight) -> GemvConfig:
+    """The ring of a multiprocessor in one program instead of two: the same order of sums."""
+    if config.programs_per_sm != 2:
+        return config
+    single = replace(config, programs=config.programs // 2, programs_per_sm=1)
+    return deepest_ring(single, weight.n, weight.k, weight.dtype) or config
 
 
 def tuned(weight: Weight, sm_count: int) -> GemvConfig:
@@ -67,9 +119,12 @@ class Chain:
         self.status = torch.zeros(8, dtype=torch.int32)
         if DEVICE == "cuda":
             self.status = self.status.pin_memory()
+        self.single = {name: one_program(self.config[name], w) for name, w in self.kinds.items()}
         own_slots = LamportWorkspace(tp, rows, self.hidden, 2)
         rotated = LamportWorkspace(tp, rows, self.hidden, lamport_slots(2 * LAYERS))
-        self.space = {"separate": own_slots, "polled": rotated}
+        self.space = {
+            form: rotated if form.startswith("polled") else own_slots for form in FORMS[1:]
+        }
         self.buffer = {form: space.allocate(DEVICE) for form, space in self.space.items()}
 
     @property
@@ -79,10 +134,14 @@ class Chain:
     def launch(self, layer: int, name: str, epilogue: Epilogue, **arguments: Any) -> tuple:
         """The arguments of a GEMV of this chain: positional, by name."""
         problem = self.problem[name]
-        x = arguments.pop("x", problem.x)
-        return (x, self.w[name][layer], epilogue), dict(
-            config=self.config[name], pdl=True, **problem.extras, **arguments
-        )
+        given = {
+            "x": problem.x,
+            "config": self.config[name],
+            "pdl": True,
+            **problem.extras,
+            **arguments,
+        }
+        return (given.pop("x"), self.w[name][layer], epilogue), given
 
     def exchange(self, form: str, layer: int, half: int) -> list[tuple[Callable, tuple, dict]]:
         """Launches from o_proj to gate/up (half 0), or from down_proj to qkv: h[half] -> h[1 - half]."""
@@ -93,16 +152,23 @@ class Chain:
             first = self.launch(layer, name, Residual(x, out))
             return [(gemv, *first), (gemv, *self.launch(layer, reader, consumer, x=out))]
         space, buffer, site = self.space[form], self.buffer[form], 2 * layer + half
-        base = buffer.data_ptr()
-        table = torch.tensor([base + r * self.message_bytes for r in range(self.world)]).to(DEVICE)
+        base, late = buffer.data_ptr(), form.endswith("late")
+        places = [base + r * self.message_bytes for r in range(1 if late else self.world)]
         slot, clear = space.slot_offset(site), space.clear_offset(site)
-        send = (gemv, *self.launch(layer, name, Push(table, slot, 0, self.world)))
-        if form == "polled":
+        push = Push(torch.tensor(places).to(DEVICE), slot, 0, len(places))
+        launches = [(gemv, *self.launch(layer, name, push))]
+        if late:
+            forwarded = (base + slot, self.status, site, self.message_bytes, self.world)
+            launches.append((courier, forwarded, {}))
+        if form.startswith("polled"):
             poll = Poll(buffer, slot, clear, out, self.status, 0, self.world, site)
-            return [send, (gemv, *self.launch(layer, reader, consumer, x=x, poll=poll))]
-        wait = dict(rank=0, world=self.world, call_site=site, pdl=True)
-        received = (poll_residual, (buffer, slot, clear, x, out, self.status), wait)
-        return [send, received, (gemv, *self.launch(layer, reader, consumer, x=out))]
+            config = (self.single if "1/SM" in form else self.config)[reader]
+            last = self.launch(layer, reader, consumer, x=x, poll=poll, config=config)
+        else:
+            wait = dict(rank=0, world=self.world, call_site=site, pdl=True)
+            launches.append((poll_residual, (buffer, slot, clear, x, out, self.status), wait))
+            last = self.launch(layer, reader, consumer, x=out)
+        return [*launches, (gemv, *last)]
 
     def line(self, form: str) -> list[tuple[Callable, tuple, dict]]:
         """All launches of a form."""
@@ -132,12 +198,14 @@ class Chain:
         return seen
 
     def check(self, lines: dict[str, list]) -> None:
-        """Raises RuntimeError if the two exchanging forms differ in a bit, twice round their slots."""
+        """Raises RuntimeError if two exchanging forms differ in a bit, twice round their slots."""
         for _ in range(2):
-            expected, actual = (self.run(lines[form], form) for form in ("separate", "polled"))
-            for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
-                if not torch.equal(a.view(torch.int16), b.view(torch.int16)):
-                    raise RuntimeError(f"output {number} of the polled form has other bits")
+            expected = self.run(lines["separate"], "separate")
+            for form in FORMS[2:]:
+                found = self.run(lines[form], form)
+                for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+                    if not torch.equal(a.view(torch.int16), b.view(torch.int16)):
+                        raise RuntimeError(f"output {number} of the {form} form has other bits")
         self.run(lines["none"], "none")
         self.h[0].copy_(self.start)
 
@@ -148,7 +216,13 @@ def compile_all(lines: list[list], threads: int = 16) -> None:
     for line in lines:
         for function, args, kwargs in line:
             if function is gemv:
-                key = (args[1].shape, type(args[2]), "poll" in kwargs)
+                key = (
+                    args[1].shape,
+                    type(args[2]),
+                    getattr(args[2], "world", 0),
+                    "poll" in kwargs,
+                    kwargs["config"],
+                )
                 tasks.setdefault(key, plan_gemv(*args, **kwargs))
 
     def build(task: tuple) -> None:
@@ -160,14 +234,27 @@ def compile_all(lines: list[list], threads: int = 16) -> None:
         list(pool.map(build, tasks.values()))
 
 
+def enqueue(line: list) -> None:
+    """All launches, each courier on a branch from what its sender comes behind (it waits for the message itself)."""
+    main, branch = torch.cuda.current_stream(), torch.cuda.Stream()
+    for (function, args, kwargs), (following, late, _) in zip(line, [*line[1:], (None, (), {})]):
+        if following is courier:
+            branch.wait_stream(main)
+            with torch.cuda.stream(branch):
+                courier(*late)
+        if function is not courier:
+            function(*args, **kwargs)
+    if any(function is courier for function, _, _ in line):
+        main.wait_stream(branch)
+
+
 def times(lines: dict[str, list]) -> dict[str, float]:
     """us of a layer of each form, median of rounds in which they take turns."""
     graphs = {}
     for form, line in lines.items():
         graphs[form] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[form]):
-            for function, args, kwargs in line:
-                function(*args, **kwargs)
+            enqueue(line)
     found: dict[str, list[float]] = {form: [] for form in lines}
     for _ in range(ROUNDS):
         for form, graph in graphs.items():
@@ -193,20 +280,20 @@ def measure(rows: Rows, model: str, tp: int, fp8: bool, count: int, sm_count: in
         raise RuntimeError(f"a wait expired: {chain.status.tolist()}")
     dtype = "fp8" if fp8 else "none"
     facts = dict(model=model, tp=tp, rows=count, quantization=dtype, bytes=tp * chain.message_bytes)
-    text = f"{model}/{tp} {'fp8' if fp8 else 'bf16'} rows={count} {tp * chain.message_bytes >> 10:4} KB"
+    configs = ", ".join(f"{name} {short(chain.config[name])}" for name in ("gate_up", "qkv"))
+    print(
+        f"{model}/{tp} {'fp8' if fp8 else 'bf16'} rows={count}, {tp * chain.message_bytes >> 10} KB of messages, "
+        f"bits equal; layer without {us['none']:.2f} us; {configs}"
+    )
     for form in FORMS:
         rows.add("layer_us", us[form], "us", algorithm=form, **facts)
-        text += f" | {form} {us[form]:8.2f}"
-    for form in FORMS[1:]:
-        added = (us[form] - us["none"]) / 2
-        rows.add("exchange_us", added, "us", algorithm=form, **facts)
-        text += f" | {form} adds {added:6.2f} us"
-    print(f"{text} | bits equal", flush=True)
-    print(
-        "   ",
-        ", ".join(f"{name} {short(chain.config[name])}" for name in ("gate_up", "qkv")),
-        flush=True,
-    )
+        if form != "none":
+            added = (us[form] - us["none"]) / 2
+            rows.add("exchange_us", added, "us", algorithm=form, **facts)
+            print(
+                f"    {form:16} layer {us[form]:8.2f} us, an exchange adds {added:6.2f} us",
+                flush=True,
+            )
 
 
 def main() -> None:
