@@ -10,6 +10,7 @@ import torch
 from bench.latency import generate
 from engine.config import EngineConfig, from_dir
 from engine.errors import DeviceError
+from engine.kernels import gemv_poll
 from engine.runtime import create_executor, links, nccl
 from tests.graph.models import SHAPES, Lockstep, save_model
 from tests.graph.test_lower import carried_by_copies
@@ -148,6 +149,32 @@ def test_virtual_ranks(folders, tp, all_reduce):
         same_state_on_all_ranks(executor)
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_polls_in_prologues_do_not_change_a_bit(folders, monkeypatch, tp):
+    """GEMVs that poll for all row counts, for up to two rows, for none: the same logits, alone and among others."""
+    row = tp * 2 * GPU_SHAPES["llama"]["hidden_size"]
+    found, polled = {}, {}
+    for most in (gemv_poll.MOST_BYTES, 2 * row, 0):
+        monkeypatch.setattr(gemv_poll, "MOST_BYTES", most)
+        executor = start(folders["llama"], tp=tp, virtual_ranks=tp > torch.cuda.device_count())
+        graphs = {key: graph for key, graph in executor.graphs.items() if key[0] == "decode"}
+        polled[most] = [any(op.polls for op in graphs[key].ops) for key in sorted(graphs)]
+        logits = found.setdefault(most, [])
+        try:
+            for slot, prompt in enumerate(PROMPTS):
+                executor.read(executor.prefill(slot, prompt))
+            for slots in ([3], [3], [0, 1, 3, 2], [3, 0], [3], [2, 3, 1], [0, 3]):
+                executor.read(step := executor.decode(slots))
+                logits.append(executor.logits(step)[: len(slots)])
+            same_state_on_all_ranks(executor)
+        finally:
+            executor.close()
+    assert list(polled.values()) == [[True] * 3, [True, True, False], [False] * 3]
+    whole, *others = found.values()
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
 
 
 def same_state_on_all_ranks(executor):
