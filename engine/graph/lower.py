@@ -241,7 +241,7 @@ class _Lowering(ExchangeOps):
         return self._launch(
             op, rope_append, self._in(op, "qkv"), self.tensors[op.out], state.k_cache[layer],
             state.v_cache[layer], state.cos_sin, self._request(), rows=rows, norm=norm,
-            scales=state.kv_scales[layer], **self._heads(op),
+            scales=state.kv_scales[layer],
         )  # fmt: skip
 
     def _attention(self, op: Op) -> Launch:

@@ -162,9 +162,6 @@ def rope_append(
     rows: DecodeRows | None = None,
     norm: QKNorm | None = None,
     scales: KVScales | None = None,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     pdl: bool = False,
 ) -> None:
     """Normalise (if asked) and rotate q and k, append k and v to the slots' caches.
@@ -175,7 +172,7 @@ def rope_append(
     rows >= length write zeros to q_out and nothing else. Decode: `rows` instead; row r sits at
     positions[row_slots[r]], a row of slot -1 writes zeros to q_out and nothing else.
     """
-    tokens = qkv.shape[0]
+    tokens, (num_heads, num_kv_heads, head_dim) = qkv.shape[0], _heads(qkv, k_cache)
     decode = rows is not None
     where, positions = (rows.row_slots, rows.positions) if rows is not None else (request, None)
     q_norm, k_norm, eps = norm or (None, None, 0.0)
@@ -207,6 +204,12 @@ def rope_append(
     )
 
 
+def _heads(qkv: torch.Tensor, k_cache: torch.Tensor) -> tuple[int, int, int]:
+    """(NQ, NKV, D) of qkv [T, (NQ + 2 NKV) * D] and a cache [S, NKV, L, D]."""
+    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    return qkv.shape[1] // head_dim - 2 * num_kv_heads, num_kv_heads, head_dim
+
+
 def rope_warps(block_t: int, block_d: int) -> int:
     """Warps of a program: 4 for a tile of 2048 elements, 1 for a single head."""
     return max(1, min(4, block_t * block_d // 256))
@@ -236,14 +239,12 @@ def rope_append_ref(
     rows: DecodeRows | None = None,
     norm: QKNorm | None = None,
     scales: KVScales | None = None,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
 ) -> torch.Tensor:
-    """Reference of `rope_append`: returns q_out [T, num_heads * head_dim], fills the caches in place.
+    """Reference of `rope_append`: returns q_out [T, NQ * D], fills the caches in place.
 
     Prefill rows >= length and decode rows of slot -1 come back as zeros and touch neither cache.
     """
+    num_heads, num_kv_heads, head_dim = _heads(qkv, k_cache)
     if rows is None:
         taken = torch.arange(int(length), device=qkv.device)
         slots, where = torch.full_like(taken, int(slot)), taken + int(start)

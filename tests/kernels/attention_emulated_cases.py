@@ -183,7 +183,7 @@ def append_error(heads: Heads, *, decode: bool, norm: bool) -> float:
         else:
             rope.rope_append_ref(
                 qkv, caches[0], caches[1], table, *place, rows=rows if decode else None, norm=qk_norm,
-                scales=(scales[0], scales[1]), **heads.kwargs,
+                scales=(scales[0], scales[1]),
             )  # fmt: skip
         found.append((caches.view(torch.uint8), scales))
     (codes, scales), (want_codes, want_scales) = found

@@ -63,9 +63,9 @@ def test_rope_append(device, dtype, use_kernel, heads: Heads, tokens, slot, star
     if use_kernel:
         q_out = torch.full((tokens, nq * d), float("nan"), dtype=dtype, device=device)
         request = torch.tensor(where, dtype=torch.int32, device=device)
-        rope_append(qkv, q_out, k_cache, v_cache, table.to(device), request, **heads.kwargs)
+        rope_append(qkv, q_out, k_cache, v_cache, table.to(device), request)
     else:
-        q_out = rope_append_ref(qkv, k_cache, v_cache, table.to(device), *where, **heads.kwargs)
+        q_out = rope_append_ref(qkv, k_cache, v_cache, table.to(device), *where)
     q, k, v = _expected(qkv.cpu(), table, start, length, heads)
     _close(q_out[:length].cpu().view(length, nq, d), q, dtype)
     assert not q_out[length:].any() and not q_out[length:].isnan().any()
@@ -84,7 +84,7 @@ def test_reference_keeps_fp64(device: str) -> None:
     qkv = torch.randn(5, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim).double()
     caches = torch.zeros(2, SLOTS, heads.num_kv_heads, MAX_LEN, heads.head_dim).double()
     table = _table(heads.head_dim)
-    got = rope_append_ref(qkv, caches[0], caches[1], table, 1, 9, 5, **heads.kwargs)
+    got = rope_append_ref(qkv, caches[0], caches[1], table, 1, 9, 5)
     q, k, _ = _expected(qkv, table, 9, 5, heads)
     torch.testing.assert_close(got, q.flatten(1), rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(caches[0, 1, :, 9:14], k.transpose(0, 1), rtol=1e-13, atol=1e-13)
@@ -137,11 +137,9 @@ def test_decode_rows(device, dtype, use_kernel, heads: Heads, row_slots, norm) -
         extra |= dict(norm=QKNorm(gains[0], gains[1], 1e-6))
     if use_kernel:
         q_out = torch.full((rows, nq * d), float("nan"), dtype=dtype, device=device)
-        rope_append(qkv, q_out, caches[0], caches[1], table.to(device), **extra, **heads.kwargs)
+        rope_append(qkv, q_out, caches[0], caches[1], table.to(device), **extra)
     else:
-        q_out = rope_append_ref(
-            qkv, caches[0], caches[1], table.to(device), **extra, **heads.kwargs
-        )
+        q_out = rope_append_ref(qkv, caches[0], caches[1], table.to(device), **extra)
     whole = _normed(qkv.cpu(), gains.cpu(), heads) if norm else qkv.cpu().double()
     for row, slot in enumerate(row_slots):
         if slot < 0:
@@ -175,13 +173,9 @@ def test_prefill_with_norms(device, dtype, use_kernel, heads: Heads) -> None:
     if use_kernel:
         q_out = torch.full((tokens, nq * d), float("nan"), dtype=dtype, device=device)
         request = torch.tensor(where, dtype=torch.int32, device=device)
-        rope_append(
-            qkv, q_out, caches[0], caches[1], table.to(device), request, **extra, **heads.kwargs
-        )
+        rope_append(qkv, q_out, caches[0], caches[1], table.to(device), request, **extra)
     else:
-        q_out = rope_append_ref(
-            qkv, caches[0], caches[1], table.to(device), *where, **extra, **heads.kwargs
-        )
+        q_out = rope_append_ref(qkv, caches[0], caches[1], table.to(device), *where, **extra)
     whole = _normed(qkv[:length].cpu(), gains.cpu(), heads)
     q, k, v = _expected(whole, table, start, length, heads)
     _close_normed(q_out[:length].cpu().view(length, nq, d), q, dtype)
@@ -204,7 +198,7 @@ def _fp8_append(qkv, table, heads: Heads, use_kernel: bool, where: dict, norm=No
     codes = torch.full((2, *shape), 0x7F, dtype=torch.uint8, device=qkv.device)  # NaN
     caches = codes.view(torch.float8_e4m3fn)
     scales = torch.full((2, *shape[:3]), float("nan"), device=qkv.device)
-    extra = dict(scales=(scales[0], scales[1]), norm=norm, **heads.kwargs)
+    extra = dict(scales=(scales[0], scales[1]), norm=norm)
     if use_kernel:
         q_out = torch.full_like(qkv[:, : heads.num_heads * heads.head_dim], float("nan"))
         q_out = q_out.contiguous()
@@ -253,7 +247,7 @@ def test_fp8_is_the_16_bit_cache_quantised(
     q_out, codes, scales = _fp8_append(qkv, table, heads, use_kernel, where, norm)
 
     plain = torch.full((2, SLOTS, nkv, MAX_LEN, d), float("nan"), dtype=dtype, device=device)
-    extra = dict(norm=norm, **heads.kwargs)
+    extra = dict(norm=norm)
     q_plain = torch.full((tokens, nq * d), float("nan"), dtype=dtype, device=device)
     if use_kernel:
         request = torch.tensor(where.get("request", (0, 0, 0)), dtype=torch.int32, device=device)
