@@ -27,6 +27,10 @@ Shapes per rank (KV bytes at context 8192, time at the measured copy bandwidth o
     | 72B 4     | 16 / 2   | 128 | 8.4 MB         | 2.0 us  |
     | 72B 8     | 8 / 1    | 128 | 4.2 MB         | 1.0 us  |
 
+FP8 KV (kv_fp8.py): 0.516 of these bytes, but every element is widened: a key takes 25 (fp16) to 33 warp
+instructions of the loop as compiled (D = 128), at the copy bandwidth 45 to 58 % of a multiprocessor's issue
+slots, so the heuristic puts 8 warps on each.
+
 Row independence: num_splits, block_n, num_warps, fan_in and flat_blocks fix where chunks begin and the
 order of every sum. They may depend on the model, the context limit and the SM count, never on the
 number of rows: then a slot gives the same bits alone and among seven others.

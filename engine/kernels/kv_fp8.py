@@ -30,10 +30,10 @@ from engine.kernels.online_softmax import dot, weigh
 from engine.kernels.quantize_rows import FP8_MAX, quantize_rows_ref
 from engine.kernels.sync import INTERPRET
 
-# V's weights are p * 448 s_v = p max |v|: p s_v would be subnormal in fp16, while max |v| is a value that
-# the activations' type holds. `FP8_UNIT` takes the 448 out of the result.
 KVScales = tuple[torch.Tensor, torch.Tensor]  # of K and of V, fp32 [S, NKV, L] each
 Index = tuple[Any, ...]  # into [S, NKV, L]
+# V's weights are p * 448 s_v = p max |v|: p s_v would be subnormal in fp16, while max |v| is a value that
+# the activations' type holds. `FP8_UNIT` takes the 448 out of the result.
 FP8_TOP = tl.constexpr(FP8_MAX)
 FP8_UNIT = tl.constexpr(1.0 / FP8_MAX)
 
