@@ -98,6 +98,10 @@ class Run:
         self.choices: dict[str, str] = {}
         self.contexts = [int(x) for x in args.contexts.split(",")]
 
+    def named(self, phase: str) -> str:
+        """What the tables call a row."""
+        return phase + (" FP8 KV" if self.args.kv_cache_dtype == "fp8" else "")
+
     def late(self, share: float = 1.0) -> bool:
         return time.perf_counter() - self.begin > share * self.args.time_limit
 
@@ -155,7 +159,7 @@ class Run:
             baseline = {"name": "torch sdpa", "value": float(f"{extra['sdpa']:.5g}")}
         self.rows.add(
             "attention_us", us, "us", model=shape.model, tp=shape.tp, rows=point.rows,
-            context=point.context, bytes=point.kv_bytes, algorithm="decode", share=share,
+            context=point.context, bytes=point.kv_bytes, algorithm=self.named("decode"), share=share,
             baseline=baseline, kv_cache_dtype=self.args.kv_cache_dtype,
         )  # fmt: skip
         line = (
@@ -240,7 +244,7 @@ class Run:
         )
         self.rows.add(
             "attention_us", us, "us", model=shape.model, tp=shape.tp, rows=t, context=t,
-            algorithm="prefill", share=point.tflops(us, 0) * 1e12 / PEAK,
+            algorithm=self.named("prefill"), share=point.tflops(us, 0) * 1e12 / PEAK,
             baseline=fastest and {"name": "torch sdpa, best of flash and cudnn", "value": fastest},
             kv_cache_dtype=self.args.kv_cache_dtype,
         )  # fmt: skip

@@ -24,7 +24,16 @@ EMPTY = "*Nothing measured yet.*"
 Row = dict[str, Any]
 
 _BLOCK = re.compile(r"(<!-- render: (?P<name>[\w-]+) -->\n).*?(<!-- /render -->)", re.DOTALL)
-_DEPLOYMENT = ("model", "quantization", "tp", "shard_of", "rows", "context", "gpu")
+_DEPLOYMENT = (
+    "model",
+    "quantization",
+    "kv_cache_dtype",
+    "tp",
+    "shard_of",
+    "rows",
+    "context",
+    "gpu",
+)
 _UNSHOWN = ("stage_us", "topology", "section_", "part_failed")  # of the scorecard: in its file only
 _KERNEL_METRICS = ("gemv_us", "attention_us", "gemm_us", "norm_us")
 _BY_TOKENS = (
@@ -40,6 +49,7 @@ def _size(row: Row) -> tuple:
         float(size[1]) if size else 0.0,
         row["model"] or "",
         row["quantization"],
+        row.get("kv_cache_dtype", ""),
         row["shard_of"] or 0,
         row["tp"],
         row["rows"] or 0,
@@ -79,7 +89,7 @@ def _deployments(rows: list[Row], shards: bool) -> list[dict[str, Row]]:
     wanted = ("decode_tok_s", "ttft_ms", "startup_s")
     for row in rows:
         if row["metric"] in wanted and bool(row["shard_of"]) == shards:
-            key = tuple(row[name] for name in _DEPLOYMENT if name != "context")
+            key = tuple(row.get(name) for name in _DEPLOYMENT if name != "context")
             # Start-up belongs to the deployment, whatever the context of its requests.
             context = None if row["metric"] == "startup_s" else row["context"]
             groups.setdefault((*key, context), {})[row["metric"]] = row
@@ -97,6 +107,7 @@ def _end_to_end(rows: list[Row], shards: bool = False) -> str:
         decode = group["decode_tok_s"]
         baseline = decode["baseline"]
         weights = "FP8" if decode["quantization"] == "fp8" else "BF16"
+        weights += ", FP8 KV" if decode.get("kv_cache_dtype") == "fp8" else ""
         other = ""
         if baseline:
             ratio = decode["value"] / baseline["value"]

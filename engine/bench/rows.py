@@ -102,11 +102,11 @@ def identity(row: dict[str, Any]) -> tuple:
 
 
 def load(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """All rows of all result files. ValueError names a file that is not a list of rows."""
+    """All rows of all result files, with every field. ValueError names a file that is not a list of rows."""
     rows: list[dict[str, Any]] = []
     for file in sorted(results.glob("*.json")):
         content = json.loads(file.read_text())
         if not isinstance(content, list) or any("metric" not in row for row in content):
             raise ValueError(f"{file} is not a list of result rows")
-        rows += content
+        rows += [{**SINCE, **row} for row in content]
     return rows
