@@ -30,12 +30,16 @@ does `release_flag` (st.release.sys: cumulative over the barrier); the receiver'
 difference, so 32-bit wrap is harmless.
 
 **Every spin is bounded.** The fast path reads no clock. After `POLLS_BEFORE_CLOCK` polls, and then
-each time again, a lane looks at %globaltimer and at the abort word status[0]. Past the limit it
-stores into `status` (int32[8], pinned host memory, one for all ranks): [1, rank, call site, slot,
-first missing rank, program, 0, 0], the first four last. Any non-zero status[0] (the host may set
-it as well: 2 = interrupted) makes every later spin of every rank end after its first
-POLLS_BEFORE_CLOCK polls. The kernel then ends normally with garbage; whoever reads results looks
-at status first, and re-arms all buffers of all ranks before going on.
+each time again, a lane looks at %globaltimer; for each LOOK_NS that it has waited, at the abort
+word status[0] too. Past the limit it stores into `status` (int32[8], pinned host memory, one for
+all ranks): [1, rank, call site, slot, first missing rank, program, 0, 0], the first four last. Any
+non-zero status[0] (the host may set it as well: 2 = interrupted) makes every later spin of every
+rank end after its first LOOK_NS. The kernel then ends normally with garbage; whoever reads results
+looks at status first, and re-arms all buffers of all ranks before going on.
+The abort word must be read seldom: it lies across PCIe, where reads queue up, 0.58 us for each
+warp (H200). Read after the first 256 polls (0.1 ms), it held a kernel of 1056 warps for 0.6 ms
+where ranks were 0.1 ms apart, which made the waiting rank the late one of the next exchange: 72B
+at TP = 2 then took 132 ms for a prompt of 512 tokens in one engine and 41 ms in the next.
 
 **PDL.** `gdc_launch_dependents` promises nothing about memory. `gdc_wait` makes all earlier
 kernels' writes visible; it covers the whole chain only if every kernel of the chain waits.
@@ -57,7 +61,8 @@ STATUS_WORDS = 8
 ABORT_EXPIRED = 1
 ABORT_INTERRUPTED = 2
 DEFAULT_LIMIT_US = 2_000_000
-POLLS_BEFORE_CLOCK = 256  # about 0.1 ms of local polls; the abort word lies across PCIe
+POLLS_BEFORE_CLOCK = 256  # about 0.1 ms of local polls
+LOOK_NS = 1_000_000  # between two reads of the abort word; a queue of 1000 spins ends in a second
 
 
 @triton.jit
@@ -101,7 +106,8 @@ def canonical_words(word):
 
 @triton.constexpr_function
 def _expiry(find_peer: str) -> str:
-    """Cold path, taken every POLLS_BEFORE_CLOCK polls: `find_peer` sets register `peer`.
+    """Cold path, taken every POLLS_BEFORE_CLOCK polls: `find_peer` sets register `peer`. `look` is the time of
+    the last read of the abort word.
 
     Operands are named by the builders below through .reg moves, so the text is the same for all.
     """
@@ -110,12 +116,17 @@ def _expiry(find_peer: str) -> str:
     setp.lt.u32 p, polls, {POLLS_BEFORE_CLOCK};
     @p bra POLL;
     mov.u32 polls, 0;
-    ld.relaxed.sys.global.u32 peer, [status];
-    setp.ne.u32 p, peer, 0;
-    @p bra DONE;
     mov.u64 now, %globaltimer;
     setp.eq.u64 p, start, 0;
     @p mov.u64 start, now;
+    @p mov.u64 look, now;
+    sub.u64 waited, now, look;
+    setp.lt.u64 p, waited, {LOOK_NS};
+    @p bra POLL;
+    mov.u64 look, now;
+    ld.relaxed.sys.global.u32 peer, [status];
+    setp.ne.u32 p, peer, 0;
+    @p bra DONE;
     sub.u64 now, now, start;
     setp.lt.u64 p, now, limit;
     @p bra POLL;
@@ -134,7 +145,7 @@ def _prologue(first: int) -> str:
     {{
     .reg .pred p;
     .reg .b32 polls, peer, rank, site, slot, program, low, word;
-    .reg .u64 status, limit, now, start;
+    .reg .u64 status, limit, now, start, look, waited;
     mov.u64 status, ${first};
     mul.wide.u32 limit, ${first + 1}, 1000;
     mov.u32 rank, ${first + 2};
