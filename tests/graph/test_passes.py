@@ -42,7 +42,7 @@ def test_every_preset_compiles_and_verifies(name, tp, phase, rows, logits):
     assert kinds["push"] == (0 if phase == "decode" or tp == 1 else kinds["poll_residual"])
 
 
-@pytest.mark.parametrize("tp,rows,launches", [(1, 1, 5), (2, 1, 5), (2, 8, 7), (4, 1, 7)])
+@pytest.mark.parametrize("tp,rows,launches", [(1, 1, 5), (2, 1, 5), (2, 8, 7), (4, 2, 7)])
 def test_launches_per_decode_layer(tp, rows, launches):
     """qkv, attention, o_proj, gate_up, down; with ranks to talk to, one poll after each of the last two sums,
     unless the messages are small enough for the next GEMV to poll them."""

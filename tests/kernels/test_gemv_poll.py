@@ -130,10 +130,10 @@ def test_missing_rank_is_named(kernel, device):
 
 
 def test_where_it_pays():
-    assert polls_in_prologue(2, 1, 3584) and polls_in_prologue(8, 1, 1024)
-    assert not polls_in_prologue(2, 1, 8192) and not polls_in_prologue(2, 2, 3584)
+    assert polls_in_prologue(2, 1, 8192) and polls_in_prologue(4, 1, 3584)
+    assert not polls_in_prologue(4, 1, 8192) and not polls_in_prologue(4, 2, 3584)
     assert not polls_in_prologue(1, 1, 1024) and not polls_in_prologue(2, 1, 3588)
-    assert MOST_BYTES == 16 << 10
+    assert MOST_BYTES == 32 << 10
 
 
 def test_what_is_refused():
