@@ -192,7 +192,9 @@ def _grid(rows: list[Row], metric: str, column: str) -> str:
             _number(r["tp"]),
             *(_number(r[f]) for f in fields),
         )
-        lines.setdefault(key, {})[r[column]] = f"{_number(r['value'])} ({'; '.join(marks)})"
+        lines.setdefault(key, {})[r[column]] = _number(r["value"]) + (
+            f" ({'; '.join(marks)})" if marks else ""
+        )
     body = [
         [key[0], key[1], "" if key[2] == "none" else key[2], *key[3:], *(cells.get(c, "") for c in columns)]
         for key, cells in lines.items()
@@ -219,7 +221,8 @@ def _kernels(rows: list[Row]) -> str:
 
 def _all_reduce(rows: list[Row]) -> str:
     names = ("all_reduce", "put_signal")
-    return _listing([r for r in rows if r["metric"].startswith(names)])
+    rest = [r for r in rows if r["metric"].startswith(names) and r["metric"] != "all_reduce_us"]
+    return _grid(rows, "all_reduce_us", "bytes") + (f"\n\n{_listing(rest)}" if rest else "")
 
 
 def _other(rows: list[Row]) -> str:
