@@ -83,6 +83,11 @@ class Value:
     sharding: Sharding = "replicated"
     kind: Kind = "temp"
 
+    def __hash__(
+        self,
+    ) -> int:  # names are unique in a graph; hashing every field took a third of the passes' time
+        return hash(self.name)
+
     def __str__(self) -> str:
         return f"%{self.name}" if self.kind == "temp" else self.name
 

@@ -66,6 +66,7 @@ class _Lowering(ExchangeOps):
     def __init__(self, graph: Graph, buffers: BufferPlan, rank: Rank, pdl: bool, captured: bool):
         self.graph, self.rank, self.pdl = graph, rank, pdl
         self.prefetch = pdl and captured
+        self.chosen: dict[tuple, Any] = {}
         self.tensors = {
             value: self._tensor(value, offset) for value, offset in buffers.offsets.items()
         }
@@ -105,6 +106,13 @@ class _Lowering(ExchangeOps):
         """(slot, start, length) on the device, in prefill."""
         return self.rank.request if self.graph.phase == "prefill" else None
 
+    def _choose(self, op: str, facts: dict[str, Any]) -> Any:
+        """Each layer asks the same."""
+        key = (op, *facts.items())
+        if key not in self.chosen:
+            self.chosen[key] = choose(op, facts)
+        return self.chosen[key]
+
     def _launch(
         self,
         op: Op,
@@ -116,7 +124,7 @@ class _Lowering(ExchangeOps):
         config = None
         chosen = choice(op, self.graph, self._weight_dtype, self.rank.dtype, self._kv_length())
         if chosen is not None:
-            config = choose(*chosen)
+            config = self._choose(*chosen)
             if op.kind in ALGORITHM:  # the links may not allow the tuned one
                 config = replace(config, algorithm=ALGORITHM[op.kind])
             kwargs["config"] = config
@@ -220,7 +228,7 @@ class _Lowering(ExchangeOps):
         weight = self._in(op, "w")
         chosen = choice(op, self.graph, self._weight_dtype, rank.dtype, self._kv_length())
         assert chosen is not None
-        parts = gemv_programs(choose(*chosen), n, weight.shape[1], rows, weight.dtype)
+        parts = gemv_programs(self._choose(*chosen), n, weight.shape[1], rows, weight.dtype)
         return Maxima(
             logits, *self._set_best(rows, parts), state.temperature, state.seeds, state.positions,
             rank.row_slots[:rows], op.attrs["vocab_size"], rank.index * op.attrs["shard_size"],

@@ -122,7 +122,7 @@ def _code(source: str) -> str:
             continue
         if (
             isinstance(node.value.value, str)
-            and lines[node.lineno - 1][: node.col_offset].isspace()
+            and not lines[node.lineno - 1][: node.col_offset].strip()
         ):
             # A docstring that opens its line: whole lines go, as ast columns count UTF-8 bytes.
             drop.append((starts[node.lineno - 1], starts[node.end_lineno or node.lineno]))
