@@ -307,7 +307,8 @@ def test_a_missing_rank_is_an_error_and_the_next_request_works(folders):
 @pytest.mark.multigpu
 def test_soak_same_ids_and_no_decay(folders):
     """The report's failure: throughput that decays over prompts. 30 prompts; ids equal to the first run's,
-    the last tenth no slower than 2 % over the first (after one warm-up prompt)."""
+    the last no slower than 2 % over the first (after one warm-up prompt). The best of five of each: a step of this
+    small model is a launch by the host, whose other work shows in a median (8.6 ms after 6.3 once)."""
     executor = start(folders["qwen2-gqa8"], tp=2)
     try:
         expected = run(executor, 0, PROMPTS[0], 100)
@@ -316,6 +317,6 @@ def test_soak_same_ids_and_no_decay(folders):
             begin = time.perf_counter()
             assert run(executor, 0, PROMPTS[0], 100) == expected
             seconds.append(time.perf_counter() - begin)
-        assert sorted(seconds[-3:])[1] < 1.02 * sorted(seconds[:3])[1] + 1e-3
+        assert min(seconds[-5:]) < 1.02 * min(seconds[:5]) + 1e-3
     finally:
         executor.close()
