@@ -40,7 +40,13 @@ def space(op: str, facts: dict[str, Any], sm_count: int) -> list[Any]:
         return list(
             gemm_candidates(facts["t"], facts["n"], facts["k"], facts["weight_dtype"], sm_count)
         )
-    return []  # attention splits and tiles follow from the heuristic until a space is defined
+    if op == "prefill_attention":
+        from engine.tune.attention_space import prefill_candidates
+
+        return list(prefill_candidates(facts["head_dim"], facts["kv_dtype"]))
+    # Decode attention: one configuration serves every context up to the limit, so a chain at one context would
+    # tune it for that one. `bench.attention` scores over contexts; the heuristic is within 10 % of its best.
+    return []
 
 
 def tune(chain: Chain, budget: float, found: dict[str, dict[str, dict]]) -> None:

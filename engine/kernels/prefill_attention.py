@@ -43,6 +43,7 @@ from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 SOURCES = ("prefill_attention.py", "online_softmax.py", "kv_fp8.py", "sync.py")
 KEY_FIELDS = ("num_kv_heads", "group", "head_dim", "t", "kv_dtype")
 UNWRITTEN = {"kv_dtype": ("bf16", "fp16")}
+NEAREST_FIELD = "t"  # every tile is valid at every T
 
 
 @dataclass(frozen=True)
