@@ -142,6 +142,11 @@ class EngineConfig:
         "launch kernels one by one instead of CUDA graphs (for debugging)",
         flags=("--disable-cuda-graph",),
     )
+    lazy_graphs: bool = _option(
+        False,
+        "capture the CUDA graph of a prefill bucket when it is first used: faster start, slower first prompt "
+        "of each length",
+    )
     virtual_ranks: bool = _option(
         False, "allow more ranks than GPUs: several share one (correct, not fast)"
     )

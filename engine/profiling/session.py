@@ -15,7 +15,8 @@ from engine.profiling.device import BATCHES, REPLAYS, GpuDevice, allocations
 from engine.runtime.buckets import LARGEST, chunks, prefill_buckets
 
 if TYPE_CHECKING:
-    from engine.runtime.gpu import GpuExecutor, GraphKey
+    from engine.runtime.gpu import GpuExecutor
+    from engine.runtime.graphs import GraphKey
 
 REQUEST_TOKENS = 32  # answer of the request whose counters are taken
 

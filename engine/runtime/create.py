@@ -25,7 +25,8 @@ from engine.weights import WeightSpec
 
 if TYPE_CHECKING:
     from engine.runtime.cpu import CpuExecutor
-    from engine.runtime.gpu import GpuExecutor, GraphKey
+    from engine.runtime.gpu import GpuExecutor
+    from engine.runtime.graphs import GraphKey
 
 log = logging.getLogger("engine")
 
@@ -184,7 +185,8 @@ def create_gpu_executor(
     from engine.runtime import nccl
     from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes, maxima_pairs
     from engine.runtime.exchange import graph_exchange
-    from engine.runtime.gpu import GpuExecutor, compile_graphs, compile_tails
+    from engine.runtime.gpu import GpuExecutor
+    from engine.runtime.graphs import compile_graphs, compile_tails
     from engine.runtime.links import choose_transport, probe_links
     from engine.tune.choose import set_target
 
@@ -253,11 +255,16 @@ def create_gpu_executor(
     }
     executor = GpuExecutor(
         config, ranks, graphs, num_slots=engine.max_num_seqs, max_model_len=max_model_len,
-        buckets=buckets, phases=phases, eager=engine.enforce_eager,
+        buckets=buckets, phases=phases, eager=engine.enforce_eager, lazy=engine.lazy_graphs,
         # Ranks that share a device also share its stream; there is nothing to overlap safely.
         pdl=len(set(devices)) == tp, facts=facts, tails=tails if only is None else None,
     )  # fmt: skip
     log.info("%s", phases.summary())
+    counters = executor.counters
+    log.info(
+        "graphs: %d launches, %.2f GiB of device memory",
+        counters["graph_nodes"], counters["graph_bytes"] / 2**30,
+    )  # fmt: skip
     return executor
 
 

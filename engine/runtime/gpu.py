@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,27 +13,21 @@ import torch
 
 from engine.config import ModelConfig
 from engine.errors import DeviceError, RequestError
-from engine.graph.build import Logits, build
 from engine.graph.capture import Program, warm
-from engine.graph.ir import Graph, Phase
+from engine.graph.ir import Graph
 from engine.graph.lower import lower
-from engine.graph.passes import run_passes
 from engine.graph.plan import BufferPlan, plan
-from engine.graph.tail import sampling_tail
 from engine.runtime.allocate import RING, reset
-from engine.runtime.buckets import DECODE_ROWS, chunks, decode_rows
+from engine.runtime.buckets import chunks, decode_rows
 from engine.runtime.controls import fill
 from engine.runtime.counters import jit_compiles
 from engine.runtime.executor import check_prompt
+from engine.runtime.graphs import GraphKey, TailKey
 from engine.runtime.phases import Phases
 from engine.runtime.rank import Rank
 from engine.sampling import GREEDY, Controls, Draw
-from engine.weights import WeightSpec
 
 log = logging.getLogger("engine")
-
-GraphKey = tuple[Phase, int, Logits]  # phase, decode rows or prefill bucket, which logits
-TailKey = tuple[Phase, int]  # the sampling tail of a phase: decode rows, or 1
 
 ROW_NAN, ROW_EMPTY = -2, -1  # ring marks: NaN logits; not written yet
 STALL_S = 10.0  # no token for this long: look whether the device has failed
@@ -56,12 +49,14 @@ class GpuExecutor:
         buckets: Sequence[int],
         phases: Phases,
         eager: bool,
+        lazy: bool,
         pdl: bool,
         facts: dict[str, Any],
         tails: Mapping[TailKey, tuple[Graph, BufferPlan]] | None = None,
     ):
         """graphs: (phase, rows, logits) -> finished graph. facts: what stats() adds (bandwidth, memory).
-        tails: phase, rows -> sampling tail (graph/tail.py); None where no request has controls."""
+        tails: phase, rows -> sampling tail (graph/tail.py); None where no request has controls. lazy: prefill
+        graphs are captured when first used."""
         self.config, self.ranks, self.num_slots = config, ranks, num_slots
         self.max_model_len, self.buckets = max_model_len, buckets
         self.graphs, self._pdl, self._phases, self._facts = graphs, pdl, phases, facts
@@ -90,7 +85,7 @@ class GpuExecutor:
         self._rows_of: dict[int, int] = {}
         self._program_of: dict[int, GraphKey] = {}
         self._decoding: tuple[int, ...] = ()
-        self._eager = eager
+        self._eager, self._lazy = eager, lazy
         self._compile(tails)
 
     # Start-up
@@ -106,15 +101,23 @@ class GpuExecutor:
         with self._phases.phase("compile"):
             kernels = warm(programs, self.streams, self.ranks[0].status)
             reset(self.ranks)
+        free = self._free_memory()
         with self._phases.phase("capture"):
-            if not self._eager:
-                for program in programs:
+            later = {p for key, p in self._programs.items() if self._lazy and key[0] == "prefill"}
+            for program in programs if not self._eager else ():
+                if program not in later:
                     program.capture()
+        self.counters["graph_bytes"] = max(a - b for a, b in zip(free, self._free_memory()))
         self.counters["kernels"] = kernels
         self._compiled = jit_compiles()
         self.counters["graph_nodes"] = sum(
             len(line) for program in programs for line in program.launches
         )
+
+    def _free_memory(self) -> list[int]:
+        """Bytes, by device."""
+        devices = {rank.device for rank in self.ranks}
+        return [torch.cuda.mem_get_info(device)[0] for device in devices]
 
     def lower(self, graph: Graph) -> Program:
         """Launches of every rank with the configurations chosen now; neither warmed nor captured."""
@@ -237,7 +240,11 @@ class GpuExecutor:
         return step
 
     def _replay(self, key: GraphKey) -> None:
-        self._programs[key].replay()
+        program = self._programs[key]
+        if self._lazy and not (self._eager or program.captured):
+            program.capture()  # waits for what is queued; every kernel is loaded already
+            self.counters["host_syncs"] += 1
+        program.replay()
         self.counters["graph_launches"] += 1
 
     def _upload(self, target: Any, source: torch.Tensor) -> None:
@@ -344,53 +351,3 @@ class GpuExecutor:
             part = rank.arena[offset : offset + size].view(torch.float32).view(output.shape)
             parts.append(part.cpu())
         return torch.cat(parts, dim=-1)[:, : self.config.vocab_size]
-
-
-def compile_graphs(
-    config: ModelConfig,
-    tp: int,
-    *,
-    rows: int,
-    buckets: Sequence[int],
-    shard_of: int | None,
-    prompt_logits_bucket: int,
-    fp8_prefill: bool = False,
-    fp8_kv: bool = False,
-    algorithms: tuple[str, ...] = Graph.algorithms,
-    adapt: Callable[[dict[str, WeightSpec]], dict[str, WeightSpec]] = dict,
-    only: Sequence[GraphKey] | None = None,
-) -> dict[GraphKey, Graph]:
-    """Every graph of a deployment: decode rows 1, 2, 4, 8 up to `rows`; prefill buckets; the largest bucket
-    also without lm_head (chunks) and one bucket with logits of every position (prompt logprobs).
-    fp8_prefill, fp8_kv, algorithms: see graph/build.py. adapt: the specs as the checkpoint stores them.
-    only: just these (tuning)."""
-    wanted: list[GraphKey] = [("decode", n, "last") for n in DECODE_ROWS if n <= decode_rows(rows)]
-    wanted += [("prefill", size, "last") for size in buckets]
-    wanted += [("prefill", buckets[-1], "none"), ("prefill", prompt_logits_bucket, "all")]
-    graphs: dict[GraphKey, Graph] = {}
-    for phase, size, logits in wanted if only is None else only:
-        unfused = build(
-            config, phase=phase, rows=size, tp=tp, logits=logits, shard_of=shard_of,
-            fp8_prefill=fp8_prefill, fp8_kv=fp8_kv, algorithms=algorithms,
-        )  # fmt: skip
-        unfused = replace(unfused, weights=adapt(unfused.weights))
-        graphs[(phase, size, logits)] = run_passes(unfused)
-    return graphs
-
-
-def compile_tails(
-    config: ModelConfig,
-    tp: int,
-    *,
-    rows: int,
-    shard_of: int | None,
-    algorithms: tuple[str, ...] = Graph.algorithms,
-) -> dict[TailKey, tuple[Graph, BufferPlan]]:
-    """Every sampling tail of a deployment: decode rows 1, 2, 4, 8 up to `rows`, and the prefill's."""
-    wanted: list[TailKey] = [("decode", n) for n in DECODE_ROWS if n <= decode_rows(rows)]
-    return {
-        (phase, n): sampling_tail(
-            config, phase=phase, rows=n, tp=tp, shard_of=shard_of, algorithms=algorithms
-        )
-        for phase, n in [*wanted, ("prefill", 1)]
-    }

@@ -23,7 +23,8 @@ from engine.profiling.device import REPLAYS, GpuDevice
 from engine.tune import choose
 
 if TYPE_CHECKING:
-    from engine.runtime.gpu import GpuExecutor, GraphKey
+    from engine.runtime.gpu import GpuExecutor
+    from engine.runtime.graphs import GraphKey
 
 CHAIN_BYTES = 2 << 30  # weights of the shortened model: 30 times an H200's L2
 MAX_ERROR = 0.05  # RMS of a candidate's logits against the present ones; rounding gives about 0.01

@@ -320,3 +320,22 @@ def test_soak_same_ids_and_no_decay(folders):
         assert min(seconds[-5:]) < 1.02 * min(seconds[:5]) + 1e-3
     finally:
         executor.close()
+
+
+def test_lazy_graphs_give_the_same_ids(folders):
+    """Captured at the first prompt of their bucket, once; nothing is compiled then."""
+    ids = {}
+    for lazy in (False, True):
+        executor = start(folders["qwen2"], lazy_graphs=lazy)
+        try:
+            ids[lazy] = [run(executor, 0, prompt, 8) for prompt in (*PROMPTS[:2], PROMPTS[0])]
+            captured = [key for key, p in executor._programs.items() if p.captured]
+            prefill = [key for key in captured if key[0] == "prefill"]
+            assert len(prefill) <= 2 if lazy else len(prefill) > 5
+            assert executor.stats()["counters"]["jit_compiles"] == 0
+            assert executor.stats()["counters"].get("host_syncs", 0) == (
+                len(prefill) if lazy else 0
+            )
+        finally:
+            executor.close()
+    assert ids[True] == ids[False]
