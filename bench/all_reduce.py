@@ -214,6 +214,17 @@ def best_entry(times: dict[AllReduceConfig, float]) -> dict[str, Any]:
     return entry
 
 
+def tuned_configs(algorithm: str, nbytes: int) -> list[AllReduceConfig]:
+    """What `tune` times. From 1 MB on also several programs a multiprocessor: one of 256 lanes has 4 KB in flight,
+    where memory wants 30. (Separate launches need not be resident at once.)"""
+    shapes = [(128, 4, 128), (256, 8, 128)]
+    if algorithm == "flag":
+        shapes = shapes if nbytes <= 1 << 20 else []
+    elif nbytes >= 1 << 20:
+        shapes += [(256, 8, 264), (256, 8, 528), (256, 8, 1056), (1024, 8, 132)]
+    return [AllReduceConfig(algorithm, *shape) for shape in shapes]
+
+
 def tune(bench: Bench, world: int) -> None:
     """Every size by every algorithm in the forms that the engine launches; the best go to the tuned cache, where
     `engine.tune.choose` finds them."""
@@ -228,10 +239,8 @@ def tune(bench: Bench, world: int) -> None:
             break
         times = {}
         for algorithm, form in TUNED_FORMS.items():
-            for block, warps in ((128, 4), (256, 8)):
-                if algorithm != "flag" or nbytes <= 1 << 20:
-                    config = AllReduceConfig(algorithm, block=block, num_warps=warps, programs=128)
-                    times[config] = latency(bench, form, world, nbytes, True, config)
+            for config in tuned_configs(algorithm, nbytes):
+                times[config] = latency(bench, form, world, nbytes, True, config)
         if all(us != us for us in times.values()):
             break  # spins expired: `latency` has said so
         key = choose.key_string("all_reduce", {"world": world, "nbytes": nbytes})

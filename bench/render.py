@@ -34,7 +34,8 @@ _DEPLOYMENT = (
     "context",
     "gpu",
 )
-_UNSHOWN = ("stage_us", "topology", "section_", "part_failed")  # of the scorecard: in its file only
+# Of the scorecard and of bench.peer_store: in their files only.
+_UNSHOWN = ("stage_us", "topology", "section_", "part_failed", "peer_store", "exchange_traffic")
 _KERNEL_METRICS = ("gemv_us", "attention_us", "gemm_us", "norm_us")
 _BY_TOKENS = (
     "gemm_us",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import all_reduce_soak
-from bench.all_reduce import best_entry
+from bench.all_reduce import best_entry, tuned_configs
 from bench.all_reduce_group import FORMS, Group
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
@@ -93,6 +93,17 @@ def test_soak_sizes_and_decay():
     steady = all_reduce_soak.Outcome(1, 0, True, [0] * 8, [5.0] * 9 + [5.09])
     decayed = all_reduce_soak.Outcome(1, 0, True, [0] * 8, [5.0] * 9 + [5.11])
     assert steady.steady and not decayed.steady
+
+
+def test_sweep_has_more_programs_where_messages_are_large():
+    def programs(algorithm, nbytes):
+        return [config.programs for config in tuned_configs(algorithm, nbytes)]
+
+    assert programs("lamport", 1 << 14) == programs("flag", 1 << 20) == [128, 128]
+    assert max(programs("lamport", 1 << 23)) == max(programs("two_shot", 1 << 20)) == 8 * 132
+    assert not programs("flag", 1 << 21)
+    grid = tuned_configs("two_shot", 1 << 23)[-2].grid((1 << 23) // 32)
+    assert grid == (1024,), "a shard of 4 MB has 1024 blocks of 4 KB"
 
 
 def test_best_of_a_sweep_is_what_the_engine_chooses(tmp_path):

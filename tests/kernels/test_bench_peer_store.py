@@ -7,8 +7,10 @@ import os
 import pytest
 import torch
 
-from bench.peer_store import PROGRAMS, best, verdict
+from bench import peer_store
+from bench.peer_store import PROGRAMS, Bench, best, verdict
 from bench.peer_store_ends import ENGINE_SHAPE, KINDS, SIZES, Ends, Variant, calls_of, variants
+from bench.rows import identity, load
 from engine.kernels.all_reduce import all_reduce_ref
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -101,6 +103,59 @@ def test_verdict_says_only_what_was_measured():
     assert "40.0 -> 20.0 us, 2.00 times" in lines[0] and "60.0 -> 40.0" in lines[1]
     assert "44.0 -> 36.0" in lines[2] and "36.0 -> 24.0" in lines[3]
     assert verdict({}, {}) == []
+
+
+class TimedEnds(Ends):
+    """On the CPU, with made-up times: 400 GB/s one way, 320 with both, a message of a "weak" one wrong."""
+
+    def __init__(self, devices):
+        super().__init__([torch.device("cpu")] * 2, 1 << 10)
+
+    def wrong(self, variant, nbytes, programs):
+        return int(variant == Variant("weak", 8, 2))
+
+    def exchange(self, *args):
+        pass
+
+    def transfer_us(self, variant, nbytes, programs, ways):
+        return nbytes / (400e3 if ways == 1 else 320e3) * (2 if programs == 16 else 1)
+
+    def exchange_us(self, name, nbytes, shape):
+        return nbytes / 300e3
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_rows_of_a_run(gpus, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(peer_store, "Ends", TimedEnds)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    bench = Bench(60.0)
+    good = bench.sound(list(KINDS))
+    assert len(good) == len(variants()) and bench.failures == 1, "all and the copy engine, but one"
+    assert "FAIL  weak w8 d2: 2 wrong words" in capsys.readouterr().out
+    exchange, sweep = bench.exchanges(), bench.sweep(good)
+    bench.sizes(best(sweep, 2))
+    assert verdict(sweep, exchange)
+    rows = load(tmp_path)
+    assert len({identity(row) for row in rows}) == len(rows)
+    (row,) = [
+        r for r in rows
+        if r["metric"] == "peer_store_both_us" and r["bytes"] == 1 << 24
+        and r["algorithm"].startswith("TMA store")
+    ]  # fmt: skip
+    assert row["value"] == pytest.approx((1 << 24) / 320e3, rel=1e-4)
+    assert row["share"] == (None if gpus == 1 else pytest.approx(320 / 478, rel=1e-3))
+    assert row["algorithm"] == "TMA store" + (" (loopback)" if gpus == 1 else "")
+
+
+def test_time_limit_ends_each_section(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(peer_store, "Ends", TimedEnds)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    bench = Bench(0.0)
+    assert not bench.exchanges() and not bench.sweep(variants())
+    bench.sizes({"weak": [(Variant("weak"), 132)]})
+    assert capsys.readouterr().out.count("the time limit is spent") == 3 and not bench.rows.rows
 
 
 def test_plan_fits_its_time():
