@@ -4,6 +4,10 @@ The ops and shapes come from the deployment's compiled graph. Each candidate is 
 without a GPU, compiled, checked against the configurations in use, and timed in the chain of its neighbours
 (`engine.tune.chain`); the best of them is kept before the next op is tuned. Shapes of TP 4 and 8 tune on
 one or two cards (`--shard-of`). Ctrl-C keeps what is done.
+
+A decode GEMV has one configuration for 1 to 8 rows, and in it a second walk for 3 and more (`GemvConfig.wide`; the
+same bits). `--rows 1` or 2 tunes the configuration, and its walk for more rows goes if its sums no longer fit;
+`--rows 4` or 8 tunes that walk alone, of keys that have an entry, and only logits of the very same bits count.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from typing import Any
 from engine.config import preset
 from engine.console import Parser, run
 from engine.errors import EngineError
+from engine.kernels.gemv_config import WIDE_ROWS, with_wide
 from engine.tune import choose
-from engine.tune.chain import Chain, Deployment
+from engine.tune.chain import MAX_ERROR, Chain, Deployment
 
 # What a step reads most of comes first: the neighbours of the ops tuned later are then nearly final.
 TUNED = {"decode": ("gemv", "decode_attention"), "prefill": ("gemm", "prefill_attention")}
@@ -27,13 +32,12 @@ MIN_GAIN = 0.002  # of the step's time: less is the spread between two timings o
 
 
 def space(op: str, facts: dict[str, Any], sm_count: int) -> list[Any]:
-    """Candidates for one op and key. Pure."""
+    """Candidates for one op and key, some of them made from the present choice."""
     if op == "gemv":
         from engine.tune.gemv_space import candidates as gemv_candidates
 
-        return list(
-            gemv_candidates(facts["n"], facts["k"], facts["weight_dtype"], facts["rows"], sm_count)
-        )
+        shape = facts["n"], facts["k"], facts["weight_dtype"], facts["rows"]
+        return list(gemv_candidates(*shape, sm_count, choose.choose(op, facts)))
     if op == "gemm":
         from engine.tune.gemm_space import candidates as gemm_candidates
 
@@ -49,6 +53,11 @@ def space(op: str, facts: dict[str, Any], sm_count: int) -> list[Any]:
     return []
 
 
+def _is_wide(op: str, facts: dict[str, Any]) -> bool:
+    """Whether what is tuned is a GEMV's walk for several rows."""
+    return op == "gemv" and facts["rows"] >= WIDE_ROWS
+
+
 def tune(chain: Chain, budget: float, found: dict[str, dict[str, dict]]) -> None:
     """Tune every op of the chain's graph within `budget` seconds; fills found: {op: {key: cache entry}}."""
     started = time.monotonic()
@@ -56,6 +65,10 @@ def tune(chain: Chain, budget: float, found: dict[str, dict[str, dict]]) -> None
     print(f"{chain.deployment}, {chain.layers} layers: {present * 1e6:.1f} us a step", flush=True)
     for op, facts in _work(chain):
         key = choose.key_string(op, facts)
+        wide, entry = _is_wide(op, facts), choose.cached(op, facts)
+        if wide and entry is None:
+            print(f"  {op} {key}: skipped, it has no entry yet (--rows 1 first)", flush=True)
+            continue
         configs = space(op, facts, choose.sm_count())
         if not configs:
             print(f"  {op} {key}: no candidates, the heuristic serves", flush=True)
@@ -67,7 +80,7 @@ def tune(chain: Chain, budget: float, found: dict[str, dict[str, dict]]) -> None
                 flush=True,
             )
             continue
-        results = chain.try_all(op, facts, configs)
+        results = chain.try_all(op, facts, configs, 0.0 if wide else MAX_ERROR)
         if not results:
             continue
         before = present
@@ -76,10 +89,11 @@ def tune(chain: Chain, budget: float, found: dict[str, dict[str, dict]]) -> None
         if best_time < present * (1 - MIN_GAIN):
             choose.set_override(op, best, facts)
             present, kept = best_time, best
+        elif wide and kept.wide is None:
+            kept = with_wide(kept, kept)  # tuned: the same walk
         uses = chain.uses(op, facts)
         gain = (before - present) / uses * 1e6
-        found.setdefault(op, {})[key] = {
-            "config": kept,
+        record = {
             "step_us": round(present * 1e6, 2),
             "gain_us_per_call": round(gain, 3),
             "runner_up": str(results[1][1]) if len(results) > 1 else None,
@@ -88,11 +102,22 @@ def tune(chain: Chain, budget: float, found: dict[str, dict[str, dict]]) -> None
             "tuned_in": str(chain.deployment),
             "date": datetime.date.today().isoformat(),
         }
+        found.setdefault(op, {})[key] = _merged(entry or {}, kept, record, wide)
         print(
             f"  {op} {key}: {len(results)} timed, {gain:+.2f} us a call -> {kept}; step {present * 1e6:.1f} us"
             f" ({time.monotonic() - started:.0f} s)",
             flush=True,
         )
+
+
+def _merged(
+    entry: dict[str, Any], config: Any, record: dict[str, Any], wide: bool
+) -> dict[str, Any]:
+    """The cache entry after a tuning of `config` or of its wide walk: what was found of the other stays."""
+    if wide:
+        return {**entry, "config": config, "wide": record}
+    kept = {"wide": entry["wide"]} if "wide" in entry and config.wide else {}
+    return {"config": config, **record, **kept}
 
 
 def _work(chain: Chain) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -128,11 +153,19 @@ def _tunable(deployment: Deployment) -> list[tuple[str, dict[str, Any], list[Any
 def check(deployment: Deployment) -> int:
     """Print which keys of the deployment's graph have no valid entry; returns how many."""
     keys = _tunable(deployment)
-    missing = [(op, facts) for op, facts, _ in keys if not choose.is_cached(op, facts)]
-    print(f"{deployment}: {len(keys) - len(missing)} of {len(keys)} keys tuned")
-    for op, facts in missing:
-        print(f"  missing or stale: {op} {choose.key_string(op, facts)}")
-    return len(missing)
+    problems = [(_problem(op, facts), op, choose.key_string(op, facts)) for op, facts, _ in keys]
+    lines = [f"  {problem}: {op} {key}" for problem, op, key in problems if problem]
+    print(f"{deployment}: {len(keys) - len(lines)} of {len(keys)} keys tuned")
+    print("".join(f"{line}\n" for line in lines), end="")
+    return len(lines)
+
+
+def _problem(op: str, facts: dict[str, Any]) -> str | None:
+    entry = choose.cached(op, facts)
+    if entry is None:
+        return "missing or stale"
+    walk = not _is_wide(op, facts) or entry["config"].get("wide")
+    return None if walk else f"no walk for {WIDE_ROWS} rows and more"
 
 
 def dry_run(deployment: Deployment) -> None:
@@ -151,7 +184,10 @@ def _parser() -> Parser:
     parser.add_argument(
         "--phase", default="decode", help="decode, prefill or both, comma-separated"
     )
-    parser.add_argument("--rows", default="1", help="decode rows to tune at, comma-separated")
+    parser.add_argument(
+        "--rows", default="1",
+        help=f"decode rows to tune at, comma-separated; {WIDE_ROWS} and more: only the GEMVs' walk for so many",
+    )  # fmt: skip
     parser.add_argument("--context", type=int, default=512, help="tokens in the KV cache (decode)")
     parser.add_argument("--tokens", default="512", help="prefill buckets to tune, comma-separated")
     parser.add_argument("--budget", default="120s", help="time for each deployment, such as 120s")

@@ -19,6 +19,7 @@ from engine.config import ModelConfig
 from engine.graph.ir import Graph
 from engine.graph.lower import Launch, lower
 from engine.graph.plan import plan
+from engine.kernels.gemv_config import GemvConfig, rows_config
 from engine.runtime.allocate import Sizes, allocate_ranks, gemm_workspace_sizes, maxima_pairs
 from engine.runtime.exchange import graph_exchange
 
@@ -75,6 +76,14 @@ def launch_grids(launch: Launch) -> list[tuple[str, tuple[int, ...], int]]:
     return [(name, grid, int(kwargs.get("num_warps", 4))) for name, grid, kwargs in seen]
 
 
+def _in_force(launch: Launch) -> Any:
+    """The configuration; of a GEMV what its row count makes of it."""
+    config = launch.config
+    if isinstance(config, GemvConfig) and launch.choice is not None:
+        return rows_config(config, launch.choice[1]["rows"])
+    return config
+
+
 def format_launches(launches: list[Launch]) -> str:
     """One line a launch; of the layers only the first, as the others are like it."""
     lines = []
@@ -85,7 +94,7 @@ def format_launches(launches: list[Launch]) -> str:
         library = "cublas" if launch.messages is None else "nccl"
         kernels = launch_grids(launch) or [(library, (), 0)]
         where = " + ".join(f"{name}{list(grid)}x{32 * warps}" for name, grid, warps in kernels)
-        config = "" if launch.config is None else f"  {launch.config}"
+        config = "" if launch.config is None else f"  {_in_force(launch)}"
         lines.append(
             f"  {layer:>2} {launch.op.stage:<10} {launch.kernel:<24} {launch.bytes:>13,} B  {where}{config}"
         )

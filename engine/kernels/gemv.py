@@ -19,8 +19,9 @@ Two kernels behind one launcher. "simple" (gemv_simple.py): one program per bloc
 registers, fp32 FMA; the next tile is in flight while one is used, and the first one is fetched before the wait
 on the kernel in front (PDL). "ring" (gemv_ring.py): persistent, a shared-memory ring and tensor cores.
 
-Bit-identity: the order of every sum depends on the config and K only, never on R or the row's index, so a row
-gives the same bits alone and among others as long as the config is the same. A config is chosen per weight.
+Bit-identity: the order of every sum depends on the config's block_k, num_warps, warps_k and on K only, never on R
+or the row's index, so a row gives the same bits alone and among others. A config is chosen per weight; the rest of
+it may be another for several rows (`GemvConfig.wide`), as neither tile height nor ring order a sum.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from engine.kernels.gemv_config import (
     ring_rows,
     ring_shape,
     rows_block_n,
+    rows_config,
     simple_config,
 )
 from engine.kernels.gemv_poll import Poll, poll_arguments
@@ -46,7 +48,7 @@ from engine.kernels.gemv_simple import gemv_kernel
 from engine.kernels.rope_append import rotate_pairs
 from engine.kernels.silu import silu_mul_ref
 
-# No row count: a config that changed with it would change the order of the sums, and so the bits.
+# No row count: what orders the sums, and so the bits, is the same for all; what is not is in the config (`wide`).
 KEY_FIELDS = ("n", "k", "weight_dtype")
 SOURCES = ("gemv_simple.py", "gemv_epilogue.py", "gemv_ring.py", "gemv_poll.py")
 
@@ -150,7 +152,7 @@ def _runnable(config: GemvConfig, n: int, k: int, w_dtype: torch.dtype) -> GemvC
 
 def gemv_programs(config: GemvConfig, n: int, k: int, rows: int, w_dtype: torch.dtype) -> int:
     """Programs that a launch of this shape has: P of the `Maxima` epilogue."""
-    config = _runnable(config, n, k, w_dtype)
+    config = _runnable(rows_config(config, rows), n, k, w_dtype)
     if config.kernel == "simple":
         return triton.cdiv(n, rows_block_n(config, rows))
     return triton.cdiv(n, ring_rows(config, n))
@@ -190,7 +192,8 @@ def plan_gemv(
 ) -> tuple[Any, tuple[int], dict[str, Any]]:
     """(kernel, grid, arguments) of the launch that `gemv` makes. Needs shapes and dtypes only."""
     rows, n, k = _check(x, w, epilogue)
-    config = _runnable(config or heuristic(n, k, w.dtype), n, k, w.dtype)
+    config = rows_config(config or heuristic(n, k, w.dtype), rows)
+    config = _runnable(config, n, k, w.dtype)
     arguments = {**_epilogue_arguments(x, n, epilogue), **poll_arguments(poll, x)}
     arguments.update(
         x_ptr=x, w_ptr=w, scale_ptr=scale, bias_ptr=bias, norm_ptr=norm_weight, eps=eps, N=n, K=k, R=rows,

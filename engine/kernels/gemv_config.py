@@ -5,7 +5,7 @@ Pure arithmetic, no kernels. The kernels: gemv_simple.py and gemv_ring.py; the l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import triton
@@ -17,6 +17,17 @@ SHARED_BYTES = (
 )  # of one multiprocessor, for all its programs (1 KB of it reserved for each)
 MAX_STAGES = 12
 MIN_RING_BYTES = 96 * 1024  # of one multiprocessor: three times what Little's law asks for
+WIDE_ROWS = 3  # from here on a config's `wide` walk, if it has one
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What of a ring's config may change with the row count, as no bit depends on it."""
+
+    block_n: int
+    stages: int
+    programs: int
+    programs_per_sm: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,9 @@ class GemvConfig:
     kernel: "simple" or "ring". block_n x block_k: weights per tile.
     Ring only: stages of the ring; warps_k warps that share an output row's K; at most `programs` programs in
     the grid, programs_per_sm of them on a multiprocessor (they share its 227 KB of shared memory).
+    wide: the ring's walk for WIDE_ROWS activation rows and more (None: the same; a dict, as JSON has it, becomes
+    a Walk). It cannot name block_k, num_warps or warps_k: they order the sums, and a row gives the same bits alone
+    and among others.
     """
 
     kernel: str = "simple"
@@ -36,6 +50,51 @@ class GemvConfig:
     programs: int = 0
     warps_k: int = 0
     programs_per_sm: int = 0
+    wide: Walk | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.wide, dict):
+            object.__setattr__(self, "wide", Walk(**self.wide))
+
+
+def rows_config(config: GemvConfig, rows: int) -> GemvConfig:
+    """The config that `rows` activation rows run: `config` itself or its wide walk; it has no `wide`.
+
+    Raises EngineError for a wide walk of another kernel than the ring.
+    """
+    if config.wide is None:
+        return config
+    if config.kernel != "ring":
+        raise EngineError(
+            f"GEMV: a wide walk is the ring's, this config's kernel is {config.kernel}"
+        )
+    walk = asdict(config.wide) if rows >= WIDE_ROWS else {}
+    return replace(config, **walk, wide=None)
+
+
+def sum_order(config: GemvConfig) -> dict[str, str | int]:
+    """What a config's bits depend on, beside K: the fields that its wide walk shares."""
+    return {name: getattr(config, name) for name in ("kernel", "block_k", "num_warps", "warps_k")}
+
+
+def with_wide(config: GemvConfig, walk: GemvConfig) -> GemvConfig:
+    """`config` with `walk` for WIDE_ROWS rows and more. Raises EngineError if that would change bits."""
+    here, there = sum_order(config), sum_order(walk)
+    changed = [
+        f"{name} {here[name]} to {there[name]}" for name in here if here[name] != there[name]
+    ]
+    if changed:
+        raise EngineError(
+            f"GEMV: a walk for {WIDE_ROWS} rows and more that changes {', '.join(changed)} would change bits"
+        )
+    wide = Walk(walk.block_n, walk.stages, walk.programs, walk.programs_per_sm)
+    return replace(config, wide=wide)
+
+
+def keep_wide(config: GemvConfig, present: GemvConfig) -> GemvConfig:
+    """`config` in the place of `present`: its wide walk stays if both sum in the same order."""
+    same = sum_order(config) == sum_order(present)
+    return replace(config, wide=present.wide if same else None)
 
 
 @dataclass(frozen=True)
@@ -77,9 +136,10 @@ def ring_shape(
     if size == 2 and x_dtype != w_dtype:
         raise EngineError(f"ring GEMV: x is {x_dtype} and W {w_dtype}; 16-bit types must be equal")
     warps_n = num_warps // max(1, warps_k)
-    if warps_n * warps_k != num_warps or block_n % (16 * warps_n):
+    power = block_n & (block_n - 1) == 0
+    if warps_n * warps_k != num_warps or block_n % (16 * warps_n) or not power:
         raise EngineError(
-            f"ring GEMV: block_n {block_n} must be a multiple of 16 x {num_warps}/{warps_k} warps"
+            f"ring GEMV: block_n {block_n} must be a power of two and a multiple of 16 x {num_warps}/{warps_k} warps"
         )
     if block_k % warps_k or (block_k // warps_k * size) % 128 or stages < 2:
         raise EngineError(

@@ -91,7 +91,7 @@ def maxima_pairs(
             n, k, rows, dtype = (facts[key] for key in ("n", "k", "rows", "weight_dtype"))
             configs = [choose("gemv", facts)]
             if tuning:
-                configs += gemv_space.candidates(n, k, dtype)
+                configs += gemv_space.candidates(n, k, dtype, rows, present=configs[0])
             most = max(most, *(rows * gemv_programs(c, n, k, rows, dtype) for c in configs))
     return most
 

@@ -94,9 +94,16 @@ class Chain:
         return sum(name == op and choose.key_string(op, f) == key for name, f in chosen)
 
     def try_all(
-        self, op: str, facts: Mapping[str, Any], configs: Iterable[Any]
+        self,
+        op: str,
+        facts: Mapping[str, Any],
+        configs: Iterable[Any],
+        most_error: float = MAX_ERROR,
     ) -> list[tuple[float, Any]]:
-        """(seconds per step, config) of each candidate that compiles and computes the same, fastest first."""
+        """(seconds per step, config) of each candidate that compiles and computes the same, fastest first.
+
+        most_error: RMS of its logits' differences over that of the present ones; 0: bit for bit.
+        """
         programs = self._compiled(op, facts, configs)
         self._expected = self._logits(self._program(self.graph))
         results = []
@@ -106,8 +113,8 @@ class Chain:
             try:
                 program.capture()
                 error = self._error(self._logits(program))
-                if error > MAX_ERROR:
-                    print(f"  {config}: logits differ by {error:.3f}, dropped", flush=True)
+                if error > most_error:
+                    print(f"  {config}: logits differ by {error:.3g}, dropped", flush=True)
                     continue
                 results.append((self.time(program), config))
             except RuntimeError as e:

@@ -104,11 +104,16 @@ def sm_count() -> int:
     return _state.sm_count
 
 
-def is_cached(op: str, key: Mapping[str, Any]) -> bool:
-    """Whether the cache (not an override, not the heuristic) has this very key."""
+def cached(op: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The cache's entry of this very key, whatever an override says; None if there is none."""
     if op not in _state.entries:
         _state.entries[op] = cache_file.load(_path(op), metadata(op))
-    return key_string(op, key) in _state.entries[op]
+    return _state.entries[op].get(key_string(op, key))
+
+
+def is_cached(op: str, key: Mapping[str, Any]) -> bool:
+    """Whether the cache (not an override, not the heuristic) has this very key."""
+    return cached(op, key) is not None
 
 
 def misses() -> dict[str, int]:

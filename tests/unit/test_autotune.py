@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 
 from engine import autotune
+from engine.kernels.gemv_config import GemvConfig, Walk, heuristic, sum_order
 from engine.tune import choose
+from engine.tune.chain import MAX_ERROR, Deployment
+from engine.tune.keys import graph_keys
 
 FP8_7B = ["--model", "qwen2.5-7b", "--quantization", "fp8"]
 
@@ -16,6 +21,7 @@ def no_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "CACHE_DIR", tmp_path)
     choose.set_target("NVIDIA H200", 132)
     yield
+    choose.clear_overrides()
     choose.set_target("NVIDIA H200", 132)
 
 
@@ -63,7 +69,7 @@ def test_ctrl_c_keeps_what_is_done(no_cache, monkeypatch):
         def uses(self, op, facts):
             return 4
 
-        def try_all(self, op, facts, configs):
+        def try_all(self, op, facts, configs, most_error):
             if self.tried:
                 raise KeyboardInterrupt
             self.tried.append(facts["n"])
@@ -81,3 +87,131 @@ def test_ctrl_c_keeps_what_is_done(no_cache, monkeypatch):
     choose.set_target("NVIDIA H200", 132)
     assert choose.is_cached("gemv", {"n": 37888, "k": 3584, "weight_dtype": "fp8"})
     assert not choose.is_cached("gemv", {"n": 4608, "k": 3584, "weight_dtype": "fp8"})
+
+
+def save_gemvs(wide: bool) -> None:
+    """Entries of all of 7B FP8's GEMVs, with a walk for several rows or without."""
+    entries = {}
+    for op, facts in graph_keys(Deployment("qwen2.5-7b", "fp8", 1)):
+        if op == "gemv":
+            config = heuristic(facts["n"], facts["k"], facts["weight_dtype"])
+            walk = Walk(config.block_n, 3, config.programs, 1) if wide else None
+            entries[choose.key_string(op, facts)] = {"config": replace(config, wide=walk)}
+    assert len(entries) == 5
+    choose.save_entries("gemv", "NVIDIA H200", entries, choose.metadata("gemv"))
+
+
+def test_check_of_several_rows_asks_for_their_walk(no_cache, capsys):
+    save_gemvs(wide=False)
+    assert autotune.main([*FP8_7B, "--check", "--rows", "1,2"]) == 0
+    assert autotune.main([*FP8_7B, "--check", "--rows", "1,8"]) == 1
+    out = capsys.readouterr().out
+    assert "rows=8: 0 of 5 keys tuned" in out
+    assert out.count("no walk for 3 rows and more: gemv n=") == 5
+    save_gemvs(wide=True)
+    assert autotune.main([*FP8_7B, "--check", "--rows", "1,4,8"]) == 0
+
+
+def test_check_of_several_rows_reports_what_has_no_entry_at_all(no_cache, capsys):
+    assert autotune.main([*FP8_7B, "--check", "--rows", "8"]) == 1
+    assert capsys.readouterr().out.count("missing or stale: gemv") == 5
+
+
+def test_dry_run_of_several_rows_counts_walks(no_cache, capsys):
+    save_gemvs(wide=False)
+    assert autotune.main([*FP8_7B, "--dry-run", "--rows", "1,8"]) == 0
+    base, wide = capsys.readouterr().out.split("rows=8")
+    counts = [
+        [int(line.split(": ")[1].split()[0]) for line in text.splitlines() if "candidates" in line]
+        for text in (base, wide)
+    ]
+    assert [len(c) for c in counts] == [5, 5]
+    assert all(2 <= few <= 12 < many for many, few in zip(*counts))
+
+
+KEY = {"n": 29568, "k": 8192, "weight_dtype": "fp8"}
+NAME = "n=29568,k=8192,weight_dtype=fp8"
+BASE = GemvConfig("ring", 16, 1024, 8, 6, 264, 8, 2)
+
+
+class OneKey:
+    """A chain of one GEMV; `best` picks the index of the candidate that gains 10 %."""
+
+    def __init__(self, rows, best):
+        self.deployment, self.layers = Deployment("qwen2.5-72b", "fp8", 1, 2, rows), 4
+        self.best, self.tried = best, []
+
+    def time(self):
+        return 1e-3
+
+    def facts(self, op):
+        return [{**KEY, "rows": self.deployment.rows}] if op == "gemv" else []
+
+    def uses(self, op, facts):
+        return 4
+
+    def try_all(self, op, facts, configs, most_error):
+        self.tried.append((list(configs), most_error))
+        chosen = self.best(configs)
+        times = [(9e-4 if i == chosen else 1e-3 + i * 1e-6, c) for i, c in enumerate(configs)]
+        return sorted(times, key=lambda pair: pair[0])
+
+
+def tuned(rows, best=lambda configs: None):
+    """(the chain, the entry in the file) after tuning KEY at `rows`."""
+    chain, found = OneKey(rows, best), {}
+    choose.clear_overrides()
+    autotune.tune(chain, 60.0, found)
+    autotune.save(found, "NVIDIA H200")
+    choose.clear_overrides()
+    return chain, choose.cached("gemv", KEY)
+
+
+def save_base(config):
+    entry = {"config": config, "step_us": 850.12, "tuned_in": "rows=1"}
+    choose.save_entries("gemv", "NVIDIA H200", {NAME: entry}, choose.metadata("gemv"))
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_several_rows_tune_their_walk_alone(no_cache, rows):
+    save_base(BASE)
+    chain, entry = tuned(rows, lambda configs: 2)
+    ((configs, most_error),) = chain.tried
+    assert most_error == 0.0  # the same bits, or it is none
+    assert all(replace(c, wide=None) == BASE and c.wide for c in configs)
+    assert choose.choose("gemv", KEY) == configs[2] != configs[0]
+    assert (entry["step_us"], entry["tuned_in"]) == (850.12, "rows=1")  # of one row: as it was
+    assert entry["wide"]["step_us"] == 900.0 and f"rows={rows}" in entry["wide"]["tuned_in"]
+    # Nothing gains on it: it stays.
+    assert tuned(rows)[1]["config"] == asdict(configs[2])
+
+
+def test_several_rows_may_keep_the_one_row_walk_and_are_tuned_then(no_cache):
+    save_base(BASE)
+    _, entry = tuned(8)
+    walk = {"block_n": 16, "stages": 6, "programs": 264, "programs_per_sm": 2}
+    assert entry["config"] == {**asdict(BASE), "wide": walk}
+
+
+def test_several_rows_wait_for_an_entry(no_cache, capsys):
+    chain, entry = tuned(8)
+    assert entry is None and not chain.tried
+    assert "skipped, it has no entry yet (--rows 1 first)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("same_sums", [True, False])
+def test_one_row_keeps_a_walk_that_still_fits(no_cache, same_sums):
+    wide = Walk(32, 4, 132, 1)
+    save_base(replace(BASE, wide=wide))
+    tuned(8)
+
+    def best(configs):
+        same = (sum_order(c) == sum_order(BASE) and c.block_n == 16 for c in configs)
+        return list(same).index(same_sums)
+
+    chain, entry = tuned(1, best)
+    assert chain.tried[0][1] == MAX_ERROR
+    config = choose.choose("gemv", KEY)
+    assert (sum_order(config) == sum_order(BASE)) == same_sums
+    assert config.wide == (wide if same_sums else None)
+    assert ("wide" in entry) == same_sums and entry["step_us"] == 900.0
