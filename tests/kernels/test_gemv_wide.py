@@ -11,7 +11,10 @@ import pytest
 import torch
 import triton
 
+from engine.config import preset, with_layers
 from engine.errors import EngineError
+from engine.graph.build import build
+from engine.graph.passes import run_passes
 from engine.kernels.epilogue import Maxima
 from engine.kernels.gemv import gemv_programs, plan_gemv
 from engine.kernels.gemv_config import (
@@ -25,6 +28,7 @@ from engine.kernels.gemv_config import (
     simple_config,
     with_wide,
 )
+from engine.runtime.allocate import maxima_pairs
 from engine.tune import choose
 from engine.tune.gemv_space import candidates, wide_candidates
 from tests.kernels.compile_sm90 import run_compile_checks
@@ -123,6 +127,22 @@ def test_the_launch_and_its_maxima_follow_the_rows(monkeypatch):
         assert grid == (programs,) and arguments["BLOCK_K"] == 512 and arguments["WARPS_K"] == 4
         seen[rows] = (programs, arguments["BLOCK_N"], arguments["num_warps"])
     assert seen == {1: (264, 32, 8), 2: (264, 32, 8), 4: (132, 64, 8), 8: (132, 64, 8)}
+
+
+@pytest.mark.parametrize("rows, programs", [(1, 264), (2, 264), (4, 132), (8, 132)])
+def test_maxima_are_sized_for_the_walk_in_force(monkeypatch, rows, programs):
+    """lm_head of 72B at TP=2; while tuning, for two programs a multiprocessor as well."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    config = with_layers(preset("qwen2.5-72b"), 1)
+    graph = run_passes(build(config, phase="decode", rows=rows, tp=2))
+    key = {"n": 76032, "k": 8192, "weight_dtype": "bf16"}
+    wide = replace(GemvConfig("ring", 32, 512, 8, 3, 264, 4, 2), wide=Walk(64, 3, 132, 1))
+    choose.set_override("gemv", wide, key)
+    try:
+        assert maxima_pairs([graph], lambda name: BF16) == rows * programs
+        assert maxima_pairs([graph], lambda name: BF16, tuning=True) >= rows * 264
+    finally:
+        choose.remove_override("gemv", key)
 
 
 @pytest.mark.parametrize("weight", ["fp8", "bf16"])
