@@ -11,7 +11,8 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 ARGS ?=
 WORKERS ?= 2
 
-# Handed over by the environment, so that any character may stand in it.
+# Handed over by the environment and not expanded by make, so that any character may stand in it.
+override PROMPT := $(value PROMPT)
 export PROMPT
 VENV := .venv
 BIN := $(VENV)/bin
