@@ -2,20 +2,24 @@
 
 A line of a .jsonl file is an object with one of `prompt` (text), `messages` (a conversation) or
 `prompt_token_ids`, optionally `id`, and any fields of SamplingParams. Without `id` a line's is FILE:LINE.
-Results come in the order of the prompts, each with its `id`. With --output they are appended to a file;
-ids that the file already holds are skipped, so a run that was interrupted goes on where it stopped.
+Results come in the order of the prompts, each with its `id` and a `request_hash` of what was asked. With
+--output they are appended to a file; ids that the file already holds are skipped, so a run that was interrupted
+goes on where it stopped. An interrupt writes every answer that is finished, though an earlier one is not. A file
+whose row of an id has another hash, or none (older files), is refused: it answers other questions.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from engine.console import say
 from engine.errors import EngineError, RequestError
 from engine.sampling import SamplingParams
 
@@ -100,8 +104,25 @@ def check_ids(items: Sequence[Item]) -> None:
         seen[item.id] = item.where
 
 
-def open_output(name: str) -> tuple[IO[str], set[str | int]]:
-    """The file opened for appending, and the ids that it holds. A half-written last line is cut off."""
+def request_hashes(items: Sequence[Item], common: Any) -> dict[str | int, str]:
+    """{id: 16 hex digits of SHA-256 over the prompt, its own sampling and `common`}, by which a row is known again.
+
+    common: what all prompts share (model, sampling of the command line, template), JSON or with a repr.
+    """
+
+    def digest(item: Item) -> str:
+        text = json.dumps(
+            [item.source, item.value, item.sampling, common], sort_keys=True, default=repr
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    return {item.id: digest(item) for item in items}
+
+
+def open_output(name: str, hashes: Mapping[str | int, str]) -> tuple[IO[str], set[str | int]]:
+    """The file opened for appending, and the ids that it holds. A half-written last line is cut off.
+
+    hashes: of the batch to run, by id. EngineError where the file has another for an id, or none."""
     path = Path(name)
     done: set[str | int] = set()
     try:
@@ -110,9 +131,18 @@ def open_output(name: str) -> tuple[IO[str], set[str | int]]:
         for n, line in enumerate(whole.decode("utf-8").split("\n"), 1):
             if line:
                 try:
-                    done.add(json.loads(line)["id"])
-                except (ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    identity, found = row["id"], row.get("request_hash")
+                    done.add(identity)
+                except (ValueError, KeyError, TypeError, AttributeError):
                     raise EngineError(f"--output {name}:{n} is not a result of a batch") from None
+                if identity in hashes and found != hashes[identity]:
+                    why = "has no request_hash (an older file)" if found is None else (
+                        "was asked with another prompt, model or sampling")  # fmt: skip
+                    raise EngineError(
+                        f"--output {name} holds answers to other questions: line {n} (id {identity!r}) {why}; "
+                        "use another --output or delete it"
+                    )
         stream = path.open("a", encoding="utf-8")
         stream.truncate(len(whole))
     except (OSError, UnicodeDecodeError) as e:
@@ -126,11 +156,15 @@ def run_batch(
     prepare: Callable[[Item], tuple[dict[str, Any], SamplingParams]],
     as_row: Callable[[RequestOutput], Row],
     stream: IO[str],
+    hashes: Mapping[str | int, str],
     *,
+    held: int | None = None,
     quiet: bool,
 ) -> list[RequestOutput]:
-    """Answer all items together; write each result once all before it are written. Every item is checked
-    before any starts: RequestError names its place."""
+    """Answer all items together; write each result once all before it are written, and on an interrupt or an
+    error every finished one. Every item is checked before any starts: RequestError names its place.
+
+    held: results that the file has already, None if `stream` is no file to go on with."""
     prompts, params = [], []
     for item in items:
         try:
@@ -141,7 +175,16 @@ def run_batch(
         prompts.append(prompt)
         params.append(one)
     outputs: dict[int, RequestOutput] = {}
-    written = 0
+    waiting: dict[int, RequestOutput] = {}  # finished, not written
+    turn = 0
+
+    def write(i: int) -> None:
+        # Taken out first: an interrupt in between costs an answer, which the next run makes, not a second row.
+        output = waiting.pop(i)
+        row = {"id": items[i].id, "request_hash": hashes[items[i].id], **as_row(output)}
+        stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        stream.flush()
+
     bar = None
     if not quiet and sys.stderr.isatty():
         from tqdm import tqdm
@@ -152,14 +195,20 @@ def run_batch(
             for i, delta in updates:
                 if delta.output is None:
                     continue
-                outputs[i] = delta.output
+                outputs[i] = waiting[i] = delta.output
                 if bar is not None:
                     bar.update()
-                while written in outputs:
-                    row = {"id": items[written].id, **as_row(outputs[written])}
-                    stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    stream.flush()
-                    written += 1
+                while turn in waiting:
+                    turn += 1
+                    write(turn - 1)
+    except BaseException as e:
+        if not isinstance(e, OSError):  # as of a full disk
+            for i in sorted(waiting):
+                write(i)
+        if isinstance(e, (KeyboardInterrupt, SystemExit)) and held is not None:
+            done = f"{held + len(outputs)} of {held + len(items)}"
+            say(f"interrupted: {done} written to {stream.name}; run the same command again")
+        raise
     finally:
         if bar is not None:
             bar.close()

@@ -15,7 +15,15 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from typing import IO, TYPE_CHECKING, Any
 
-from engine.batch import Item, check_ids, open_output, read_items, read_text, run_batch
+from engine.batch import (
+    Item,
+    check_ids,
+    open_output,
+    read_items,
+    read_text,
+    request_hashes,
+    run_batch,
+)
 from engine.console import Parser, command, say
 from engine.errors import EngineError, RequestError
 from engine.options import (
@@ -151,15 +159,20 @@ def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
     if args.input_len is not None or not items:
         raise EngineError("--output, --prompt-lines and .jsonl files need prompts, not --input-len")
     check_ids(items)
+    template = (args.chat_template, args.no_chat_template, args.system_prompt)
+    asked = (config.model, config.quantization, asdict(sampling_params(args)), template)
+    hashes = request_hashes(items, asked)
     with ExitStack() as stack:
         stream: IO[str] = sys.stdout
+        held = None
         if args.output:
-            opened, done = open_output(args.output)
+            opened, done = open_output(args.output, hashes)
             stream = stack.enter_context(opened)
             total = len(items)
             items = [item for item in items if item.id not in done]
-            if len(items) < total:
-                say(f"{total - len(items)} of {total} results are in {args.output} already")
+            held = total - len(items)
+            if held:
+                say(f"{held} of {total} results are in {args.output} already")
             if not items:
                 return 0
         from engine.llm import LLM
@@ -178,8 +191,9 @@ def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
             return prompt, _limited(llm, replace(params, **item.sampling), prompt)
 
         outputs = run_batch(
-            llm, items, prepare, lambda o: _as_json(o, llm, stats), stream, quiet=args.quiet
-        )
+            llm, items, prepare, lambda o: _as_json(o, llm, stats), stream, hashes,
+            held=held, quiet=args.quiet,
+        )  # fmt: skip
         say(_summary(outputs, stats))
     return 0
 

@@ -77,7 +77,7 @@ def test_lines_of_a_text_file_and_resuming(executors, directory, tmp_path, capsy
     assert len(executors) == 2, "nothing left: no model is loaded"
 
 
-def test_an_interrupted_batch_goes_on(executors, directory, tmp_path, monkeypatch):
+def test_an_interrupted_batch_goes_on(executors, directory, tmp_path, monkeypatch, capsys):
     file = write(tmp_path / "in.jsonl", [{"prompt_token_ids": [n + 1]} for n in range(9)])
     out = tmp_path / "out.jsonl"
     command = ["--model", directory, "--prompt-file", file, "--output", str(out)]
@@ -91,7 +91,10 @@ def test_an_interrupted_batch_goes_on(executors, directory, tmp_path, monkeypatc
 
     monkeypatch.setattr(FakeExecutor, "read", read)
     assert generate.main(command) == 130
-    assert 0 < len(rows(out.read_text())) < 9
+    count = len(rows(out.read_text()))
+    assert 0 < count < 9
+    said = capsys.readouterr().err
+    assert f"interrupted: {count} of 9 written to {out}; run the same command again" in said
     assert generate.main(command) == 0
     got = rows(out.read_text())
     assert [r["token_ids"] for r in got] == [expected([n + 1], 8, VOCAB) for n in range(9)]
@@ -127,5 +130,55 @@ def test_an_output_that_is_something_else_is_left_alone(tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text("my notes\n")
     with pytest.raises(EngineError, match=r"notes.txt:1 is not a result"):
-        open_output(str(file))
+        open_output(str(file), {})
     assert file.read_text() == "my notes\n"
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (SystemExit(143), 143)])
+def test_an_interrupt_writes_what_waits_for_an_earlier_answer(
+    executors, directory, tmp_path, monkeypatch, capsys, error, code
+):
+    lines = [{"prompt_token_ids": [1], "max_tokens": 90, "ignore_eos": True}]
+    lines += [{"prompt_token_ids": [n], "max_tokens": 2, "ignore_eos": True} for n in (2, 3, 4)]
+    out = tmp_path / "out.jsonl"
+    command = ["--model", directory, "--prompt-file", write(tmp_path / "in.jsonl", lines)]
+    command += ["--output", str(out)]
+    original = FakeExecutor.read
+
+    def read(self, step):
+        if step == 60 and len(executors) == 1:
+            raise error
+        return original(self, step)
+
+    monkeypatch.setattr(FakeExecutor, "read", read)
+    if code == 143:
+        with pytest.raises(SystemExit, match="143"):
+            generate.main(command)
+    else:
+        assert generate.main(command) == code
+    assert [r["prompt_token_ids"] for r in rows(out.read_text())] == [[2], [3], [4]]
+    assert f"interrupted: 3 of 4 written to {out}" in capsys.readouterr().err
+    assert generate.main(command) == 0
+    assert [r["prompt_token_ids"] for r in rows(out.read_text())] == [[2], [3], [4], [1]]
+
+
+def test_answers_to_other_questions_are_refused(executors, directory, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+
+    def ask(prompt, *more):
+        command = ["--model", directory, "--prompt", prompt, "--output", str(out)]
+        return generate.main([*command, "--no-chat-template", "--max-tokens", "3", *more])
+
+    assert ask("one") == 0 and ask("one") == 0
+    held = out.read_text()
+    for prompt, more in (("two", ()), ("one", ("--temperature", "0.5")), ("one", ("--top-k", "3"))):
+        capsys.readouterr()
+        assert ask(prompt, *more) == 2 and out.read_text() == held
+        err = capsys.readouterr().err
+        assert "holds answers to other questions: line 1 (id 'prompt:1') was asked with" in err
+        assert err.endswith("use another --output or delete it\n") and err.count("\n") == 1
+    [row] = rows(held)
+    del row["request_hash"]
+    write(out, [row])
+    assert ask("one") == 2 and "has no request_hash (an older file)" in capsys.readouterr().err
+    assert len(executors) == 1
