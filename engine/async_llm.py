@@ -6,9 +6,10 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Any
 
-from engine.errors import DeviceError, EngineError
+from engine.errors import EngineError
 from engine.llm import LLM, Messages
 from engine.outputs import Delta, RequestOutput
 from engine.prompts import Prompt
@@ -21,8 +22,8 @@ Receiver = Callable[[Delta | Exception], None]  # called in the engine's thread
 class AsyncLLM:
     """LLM with coroutines; the arguments are those of LLM. Call close(), or use it as a context manager.
 
-    All requests share decode steps. A DeviceError ends those that run; if the device recovers, later ones
-    are served. Every method but close() may be called from any task of any loop.
+    All requests share decode steps. A DeviceError, or any other exception of a step, ends those that run
+    (each raises it); if the engine recovers, later ones are served, else they raise too. Every method but close() may be called from any task of any loop.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -31,6 +32,7 @@ class AsyncLLM:
         self._receivers: dict[Request, Receiver] = {}
         self._making = threading.Lock()  # tokenizing and numbering requests is not thread-safe
         self._closed = False
+        self._broken: Exception | None = None  # what the scheduler did not recover from
         self._thread = threading.Thread(target=self._turn, name="engine", daemon=True)
         self._thread.start()
 
@@ -54,7 +56,7 @@ class AsyncLLM:
         inbox: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
         def receive(item: Delta | Exception) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(inbox.put_nowait, item)
 
         self._commands.put(lambda: self._add(request, receive))
@@ -111,23 +113,29 @@ class AsyncLLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
     # In the engine's thread
 
     def _turn(self) -> None:
-        scheduler = self.llm.scheduler
         while True:
-            if not self._obey(wait=not scheduler.has_work):
-                self._fail(EngineError("this AsyncLLM was closed while it was generating"))
-                return
-            if not scheduler.has_work:
-                continue
             try:
-                updates = scheduler.step()
-            except DeviceError as e:  # the scheduler has ended every request
+                if not self._obey(wait=not self._has_work):
+                    self._fail(EngineError("this AsyncLLM was closed while it was generating"))
+                    return
+                if self._has_work:
+                    for request, delta in self.llm.scheduler.step():
+                        self._give(request, delta)
+            except Exception as e:  # whatever it is, nobody may be left waiting
                 self._fail(e)
-                continue
-            for request, delta in updates:
-                self._give(request, delta)
+
+    @property
+    def _has_work(self) -> bool:
+        return self._broken is None and self.llm.scheduler.has_work
 
     def _obey(self, wait: bool) -> bool:
         """Run the commands that have come, waiting for one if told to; False when told to end."""
@@ -142,10 +150,13 @@ class AsyncLLM:
             wait = False
 
     def _add(self, request: Request, receive: Receiver) -> None:
+        if self._broken is not None:
+            receive(EngineError(f"the engine stopped after {self._broken!r}; make a new AsyncLLM"))
+            return
         self._receivers[request] = receive
         try:
             self.llm.scheduler.add(request)
-        except DeviceError as e:
+        except Exception as e:
             del self._receivers[request]
             receive(e)
 
@@ -162,7 +173,12 @@ class AsyncLLM:
             receive(delta)
 
     def _fail(self, error: Exception) -> None:
-        for request, receive in list(self._receivers.items()):
-            self.llm.scheduler.abort(request)
+        receivers, self._receivers = self._receivers, {}
+        for request, receive in receivers.items():
+            try:
+                self.llm.scheduler.abort(request)
+            except Exception:
+                self._broken = error
             receive(error)
-        self._receivers.clear()
+        if self.llm.scheduler.has_work:  # of requests that nobody knows
+            self._broken = error

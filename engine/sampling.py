@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -11,6 +10,9 @@ from engine.errors import RequestError
 MAX_LOGPROBS = 1000  # entries a token; bounds what one request can make the host keep
 MAX_TOP_K = 2**24  # held exactly as fp32 on the device
 MAX_SEED = 2**31 - 1  # seeds live in an int32 device buffer
+# Of temperature, repetition penalty (and its inverse) and bias: the kernels multiply it, in fp32 (up to 3.4e38),
+# by Gumbel noise (|noise| < 104) or by a logit (under 1e8), and the product must stay finite.
+MAX_FACTOR = 1e30
 
 
 _RANGES = (
@@ -116,8 +118,10 @@ class SamplingParams:
                     f"{f.name}={value!r} is not supported by this engine; leave {f.name} at {allowed}"
                 )
         temperature = self.temperature
-        if not _is_number(temperature) or not 0 <= temperature < math.inf:
-            raise RequestError(f"temperature={temperature!r} is not a finite number >= 0")
+        if not _is_number(temperature) or not 0 <= temperature <= MAX_FACTOR:
+            raise RequestError(
+                f"temperature={temperature!r} is not a finite number from 0 to {MAX_FACTOR:g}"
+            )
         self._int("max_tokens", 1, None, optional=True)
         self._int("min_tokens", 0, None)
         self._int("seed", 0, MAX_SEED, optional=True)
@@ -132,9 +136,11 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_number(value) or not low <= value <= high:
                 raise RequestError(f"{name}={value!r} is not a number from {low} to {high}")
-        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < math.inf:
+        penalty = self.repetition_penalty
+        if not _is_number(penalty) or not 1 / MAX_FACTOR <= penalty <= MAX_FACTOR:
             raise RequestError(
-                f"repetition_penalty={self.repetition_penalty!r} is not a finite number > 0"
+                f"repetition_penalty={penalty!r} is not a finite number > 0, "
+                f"from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}"
             )
         object.__setattr__(self, "logit_bias", self._bias())
         if not isinstance(self.ignore_eos, bool):
@@ -143,7 +149,10 @@ class SamplingParams:
         if "" in stop:
             raise RequestError("stop holds an empty string, which would match at once")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", self._tuple("stop_token_ids", int))
+        ids = self._tuple("stop_token_ids", int)
+        if min(ids, default=0) < 0:
+            raise RequestError(f"stop_token_ids holds {min(ids)}; token ids are 0 or more")
+        object.__setattr__(self, "stop_token_ids", ids)
 
     def _int(self, name: str, low: int, high: int | None, *, optional: bool = False) -> None:
         value = getattr(self, name)
@@ -174,8 +183,11 @@ class SamplingParams:
         for key, value in self.logit_bias.items():
             token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
             whole = isinstance(token, int) and not isinstance(token, bool) and token >= 0
-            if not whole or not _is_number(value) or not math.isfinite(value):
-                raise RequestError(f"logit_bias[{key!r}]={value!r}: a token id and a finite number")
+            if not whole or not _is_number(value) or not abs(value) <= MAX_FACTOR:
+                raise RequestError(
+                    f"logit_bias[{key!r}]={value!r}: a token id and a finite number, "
+                    f"{MAX_FACTOR:g} at most"
+                )
             found[token] = float(value)
         return found or None
 

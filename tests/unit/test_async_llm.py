@@ -107,6 +107,67 @@ def test_errors_reach_their_caller(make):
     asyncio.run(main())
 
 
+def test_any_exception_reaches_all_and_later_requests_are_served(make, monkeypatch):
+    llm = make(delay=0.002)
+    executor = llm.llm._executor
+    prefill = executor.prefill
+
+    def broken(slot, ids, *rest):
+        if 7 in ids:
+            raise RuntimeError("value cannot be converted without overflow")
+        return prefill(slot, ids, *rest)
+
+    monkeypatch.setattr(executor, "prefill", broken)
+
+    async def main():
+        tasks = [asyncio.create_task(llm.generate(p, LONG)) for p in ([1], [7], [2])]
+        for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10):
+            assert isinstance(result, RuntimeError) and "overflow" in str(result)
+        output = await asyncio.wait_for(llm.generate([1], LONG), 10)
+        assert output.outputs[0].token_ids == expected([1], 70, VOCAB)
+
+        def refuse(request):
+            raise KeyError("add")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.llm.scheduler, "add", refuse)
+            with pytest.raises(KeyError, match="add"):
+                await asyncio.wait_for(llm.generate([1], LONG), 10)
+
+    asyncio.run(main())
+    assert llm.llm.scheduler.free_slots == 3 and not llm._receivers
+
+
+def test_a_broken_scheduler_answers_instead_of_hanging(make, monkeypatch):
+    llm = make()
+
+    def broken(*_):
+        raise AssertionError("no way on")
+
+    monkeypatch.setattr(llm.llm.scheduler, "step", broken)
+    monkeypatch.setattr(llm.llm.scheduler, "abort", broken)
+
+    async def main():
+        with pytest.raises(AssertionError, match="no way on"):
+            await asyncio.wait_for(llm.generate([1], LONG), 10)
+        with pytest.raises(EngineError, match=r"stopped after AssertionError.*no way on"):
+            await asyncio.wait_for(llm.generate([2], LONG), 10)
+
+    asyncio.run(main())
+    monkeypatch.undo()
+
+
+def test_async_with_closes(make):
+    async def main(llm):
+        async with llm as same:
+            assert same is llm
+            await llm.generate([1], LONG)
+        with pytest.raises(EngineError, match="is closed"):
+            await llm.generate([1], LONG)
+
+    asyncio.run(main(make()))
+
+
 def test_closing_ends_what_runs(make):
     llm = make(delay=0.005)
 

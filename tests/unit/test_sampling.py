@@ -26,6 +26,9 @@ def test_defaults_are_greedy_and_neutral():
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 1e39),  # over fp32
+        ("temperature", 1.1e30),
+        ("temperature", 10**400),
         ("temperature", "hot"),
         ("temperature", True),
         ("max_tokens", 0),
@@ -41,6 +44,7 @@ def test_defaults_are_greedy_and_neutral():
         ("stop_token_ids", "12"),
         ("stop_token_ids", [1.0]),
         ("stop_token_ids", 5),
+        ("stop_token_ids", [3, -1]),
         ("ignore_eos", 1),
         ("logprobs", -1),
         ("logprobs", 1001),
@@ -60,7 +64,11 @@ def test_defaults_are_greedy_and_neutral():
         ("frequency_penalty", "much"),
         ("repetition_penalty", 0),
         ("repetition_penalty", math.inf),
+        ("repetition_penalty", 1e-300),  # 0 in fp32
+        ("repetition_penalty", 1e39),
         ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: -1e39}),
+        ("logit_bias", {1: 10**400}),
         ("logit_bias", {-1: 2.0}),
         ("logit_bias", {"x": 2.0}),
         ("logit_bias", [1]),
@@ -77,6 +85,17 @@ def test_a_bad_value_is_refused_by_name(field, value):
 )
 def test_neutral_values_are_accepted(field, value):
     assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_extremes_that_are_accepted_stay_finite_in_fp32():
+    noise, logit = 104.0, 1e8  # the largest of each
+    for params in (SamplingParams(temperature=1e30), SamplingParams(repetition_penalty=1e30)):
+        factor = max(params.temperature, params.repetition_penalty)
+        assert torch.isfinite(torch.tensor(factor) * noise) and torch.isfinite(
+            torch.tensor(factor) * logit
+        )
+    low = SamplingParams(repetition_penalty=1e-30).repetition_penalty
+    assert torch.isfinite(torch.tensor(logit) / torch.tensor(low))
 
 
 def test_controls_are_none_unless_something_needs_them():
