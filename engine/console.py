@@ -6,16 +6,19 @@ Exit codes: 0 done, 1 the device failed, 2 the user's input cannot work, 130 Ctr
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import DeviceError, EngineError
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CLEAN_END_S = 5.0  # after a signal: then the process ends whatever still runs
 
 
@@ -68,6 +71,20 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def check_output(flag: str, name: str | None) -> None:
+    """EngineError if the file cannot be written: said before minutes of work, not after. A new one is taken away."""
+    if name is None:
+        return
+    path = Path(name)
+    there = path.exists()
+    try:
+        path.open("a").close()
+        if not there:
+            path.unlink()
+    except OSError as e:
+        raise EngineError(f"{flag} {name}: {e.strerror}") from None
+
+
 def run(body: Callable[[], int]) -> int:
     """Run a command's body; turns its errors and signals into one line and an exit code."""
     previous = _handle_signals()
@@ -84,12 +101,23 @@ def run(body: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of stdout went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute()
         return 141
+    except OSError as e:
+        if e.errno not in _NO_ROOM:
+            raise
+        say(f"error: cannot write the output: {e.strerror}")
+        _mute()
+        return 2
     finally:
         _watchdog.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _mute() -> None:
+    """What stdout still holds goes nowhere: Python would fail on it again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def command(

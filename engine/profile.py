@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, ModelConfig, with_layers
-from engine.console import Parser, command, say
+from engine.console import Parser, check_output, command, say
 from engine.options import add_engine_options, count, engine_config
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def _main(args: argparse.Namespace) -> int:
 
     methods = ("events", "subtract") if args.method == "both" else (args.method,)
     wanted = Wanted(parse_phases(args.phase), methods, args.rows, args.input_len, args.every)
+    for flag in ("json", "trace", "png"):
+        check_output(f"--{flag}", getattr(args, flag))
     if args.png:  # said before minutes of work, not after
         from engine.profiling.plots import pyplot
 

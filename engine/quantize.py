@@ -85,8 +85,9 @@ def quantize_checkpoint(
     """Write the FP8 checkpoint; the errors of every quantised tensor, in file order.
 
     Memory: one output shard and one tensor. `destination` appears whole or not at all.
-    Raises EngineError / CheckpointError for a source that is damaged, quantised already or of an
-    unknown architecture, values that are not finite, or a destination that exists."""
+    Raises EngineError / CheckpointError, before any work, for a source that is damaged, quantised already or of an
+    unknown architecture, a destination that exists or cannot be written; later for values that are
+    not finite."""
     from_dir(source)  # refuses architectures whose linear layers have other names
     index = open_checkpoint(source)
     if index.scheme:
@@ -96,8 +97,11 @@ def quantize_checkpoint(
     linear = [n for n in index.tensors if LINEAR.match(n)]
     if not linear:
         raise CheckpointError(f"{source}: no tensor named model.layers.*_proj.weight to quantise")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
+    except OSError as e:
+        raise EngineError(f"cannot write {destination}: {e.strerror}") from None
     try:
         work.chmod(0o755)
         _copy_other_files(source, work)

@@ -93,7 +93,8 @@ def regime(row: dict[str, Any]) -> str:
 def add_compare_options(group: argparse._ArgumentGroup, margin: float = MARGIN) -> None:
     """--compare and --margin."""
     group.add_argument("--compare", metavar="FILE",
-                       help="an older --output-json: verdict by regime; exit code 1 if slower")  # fmt: skip
+                       help="an older --output-json: verdict by regime; exit code 1 if slower, "
+                       "2 if nothing compares")  # fmt: skip
     group.add_argument("--margin", type=float, default=margin, metavar="X",
                        help=f"differences up to this share are none (default {margin})")  # fmt: skip
 
@@ -124,7 +125,8 @@ def verdicts(found: Sequence[Change], margin: float = MARGIN) -> tuple[str, bool
 def against(
     path: str, old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], margin: float
 ) -> int:
-    """Print the verdicts; 1 if a regime is slower."""
-    text, slower = verdicts(changes(old, new), margin)
+    """Print the verdicts; 1 if a regime is slower, 2 if nothing could be compared."""
+    found = changes(old, new)
+    text, slower = verdicts(found, margin)
     print(f"\nagainst {path}:\n{text}")
-    return int(slower)
+    return int(slower) if found else 2

@@ -13,7 +13,7 @@ from engine.bench.compare import add_compare_options, against, read_rows
 from engine.bench.rows import Rows
 from engine.bench.timing import PERCENTILES, Batch, mean, percentile, random_prompts, run_batch
 from engine.config import EngineConfig
-from engine.console import Parser, say
+from engine.console import Parser, check_output, say
 from engine.errors import EngineError
 from engine.options import add_engine_options, count, engine_config
 from engine.roof import roof_share
@@ -158,8 +158,9 @@ def report(result: dict[str, Any], share: float | None, rate: float | None) -> s
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, write, compare. 1 if --compare finds something slower."""
+    """Measure, print, write, compare. 1 if --compare finds something slower, 2 if nothing to compare with."""
     check(args)
+    check_output("--output-json", args.output_json)
     old = read_rows(args.compare) if args.compare else None
     config = sized(engine_config(args), args)
     batches, facts = measure(config, args)

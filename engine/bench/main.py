@@ -28,7 +28,8 @@ COMMANDS = ("latency", "sweep", "startup", *SCRIPTS)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: see engine.console; 1 also if --compare finds a regime that is slower."""
+    """Exit code: see engine.console; 1 also if --compare finds a regime that is slower, 2 if it finds
+    nothing to compare with."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
         print(__doc__.rstrip() if __doc__ else "")

@@ -21,7 +21,7 @@ from engine.bench.compare import add_compare_options, against, read_rows
 from engine.bench.rows import Rows
 from engine.bench.timing import mean, percentile
 from engine.config import EngineConfig
-from engine.console import Parser, say
+from engine.console import Parser, check_output, say
 from engine.errors import DeviceError, EngineError
 from engine.options import add_engine_options, count, engine_config
 
@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         or not args.num_iters_cold + args.num_iters_warm
     ):
         raise EngineError("--num-iters-cold and --num-iters-warm: at least one start is needed")
+    check_output("--output-json", args.output_json)
     old = read_rows(args.compare) if args.compare else None
     config = engine_config(args)
     runs: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}

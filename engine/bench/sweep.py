@@ -18,7 +18,7 @@ from typing import Any
 from engine.bench import latency
 from engine.bench.compare import add_compare_options, against, read_rows
 from engine.config import EngineConfig, ModelConfig
-from engine.console import Parser, say
+from engine.console import Parser, check_output, say
 from engine.errors import EngineError
 from engine.model import ScalingPoint, gpu_named, scaling
 from engine.model.calibrate import constants_for
@@ -168,6 +168,8 @@ def run(args: argparse.Namespace) -> int:
     from engine.llm import resolve
 
     latency.check(args)
+    check_output("--output-json", args.output_json)
+    check_output("--png", args.png)
     old = read_rows(args.compare) if args.compare else None
     config, model, _ = resolve(replace(engine_config(args), tensor_parallel_size=1))
     if args.png:

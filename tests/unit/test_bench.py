@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from engine.bench import latency, startup, sweep
-from engine.bench.compare import MARGIN, changes, read_rows, verdicts
+from engine.bench.compare import MARGIN, against, changes, read_rows, verdicts
 from engine.bench.main import SCRIPTS, main
 from engine.bench.rows import Rows
 from engine.bench.timing import Batch, percentile, random_prompts, run_batch
 from engine.config import EngineConfig, preset
+from engine.console import check_output
 from engine.errors import EngineError, RequestError
 from engine.model import scaling
 from engine.model.calibrate import PRIOR
@@ -267,3 +268,34 @@ def test_the_module_runs():
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 2 and "startup" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["latency", "sweep", "startup"])
+def test_an_output_that_cannot_be_written_is_said_before_the_work(command, capsys, monkeypatch):
+    def nothing(*_):
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr("engine.bench.latency.measure", nothing)
+    monkeypatch.setattr("engine.bench.sweep._gpus", nothing)
+    monkeypatch.setattr("engine.bench.startup.once", nothing)
+    argv = [command, "qwen2.5-7b", "--load-format", "dummy", "--device", "cpu"]
+    assert main([*argv, "--output-json", "/nonexistent/x"]) == 2
+    err = capsys.readouterr().err
+    assert err == "error: --output-json /nonexistent/x: No such file or directory\n"
+
+
+def test_check_output_leaves_what_was_there(tmp_path):
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.write_text("x")
+    for path in (new, old):
+        check_output("--json", str(path))
+    assert old.read_text() == "x" and not new.exists()
+    with pytest.raises(EngineError, match=r"--json .*: Is a directory"):
+        check_output("--json", str(tmp_path))
+
+
+def test_nothing_to_compare_is_not_a_success(capsys):
+    old = rows_of(tpot_ms=1.0)
+    assert against("a.json", old, rows_of(ttft_ms=1.0), MARGIN) == 2
+    assert "nothing to compare" in capsys.readouterr().out
+    assert against("a.json", old, old, MARGIN) == 0

@@ -360,6 +360,16 @@ def test_a_closed_pipe_is_quiet(directory):
     assert b"Traceback" not in done.stderr and b"BrokenPipe" not in done.stderr
 
 
+def test_a_full_disk_is_one_line(directory):
+    command = f"{sys.executable} -m engine.generate {directory} {' '.join(LONG)} --max-tokens 4 --json --quiet"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} > /dev/full"], capture_output=True, env=ENV, timeout=120
+    )
+    last = done.stderr.decode().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("error: cannot write the output: No space")
+    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+
+
 def test_a_real_process_answers(directory):
     arguments = ["--model", directory, *LONG[:4], "--prompt", "-", "--max-tokens", "8", "--json"]
     done = engine(*arguments, "--ignore-eos", stdin="hello")

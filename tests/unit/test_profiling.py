@@ -299,3 +299,10 @@ def test_without_a_gpu_the_command_predicts(capsys, tmp_path):
 def test_bad_arguments_are_one_line(args, capsys):
     assert main([*DUMMY, *args]) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--trace", "--png"])
+def test_an_output_that_cannot_be_written_is_said_first(flag, capsys):
+    assert main([*DUMMY, flag, "/nonexistent/x"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == f"error: {flag} /nonexistent/x: No such file or directory\n"

@@ -194,6 +194,15 @@ def test_command_line(source, tmp_path, capsys):
         assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
+def test_a_destination_that_cannot_be_made(source, capsys, monkeypatch):
+    def nothing(*_):
+        raise AssertionError("quantised first")
+
+    monkeypatch.setattr("engine.quantize._write_shards", nothing)
+    assert main([str(source), "/proc/x"]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot write /proc/x: ")
+
+
 def test_source_is_not_changed(source, tmp_path):
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
     quantize_checkpoint(source, tmp_path / "out")
