@@ -96,6 +96,11 @@ def from_hf(config: Any, name: str) -> ModelConfig:
             )
         return value
 
+    eps = _get(config, arch, "rms_norm_eps", 1e-6)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < 1:
+        raise EngineError(
+            f"{name}: rms_norm_eps {eps!r} in config.json is not a number over 0 and under 1"
+        )
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     layers = size("num_hidden_layers")
     rope = read_rope(config, name, size("max_position_embeddings", 2048))
@@ -111,7 +116,7 @@ def from_hf(config: Any, name: str) -> ModelConfig:
         intermediate_size=size("intermediate_size"),
         vocab_size=size("vocab_size"),
         rope_theta=rope.theta,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=eps,
         max_position_embeddings=rope.positions,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=arch.qkv_bias,

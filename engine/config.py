@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from engine.architectures import from_dir, from_hf
 from engine.errors import EngineError
@@ -44,11 +45,12 @@ def parse_count(text: str | int) -> int:
     unit = scale.get(text[-1:], 1)
     try:
         value = float(text[:-1]) * unit if unit > 1 else int(text)
-    except ValueError:
+        whole = int(value)
+    except (ValueError, OverflowError):  # the latter: an infinity
         raise EngineError(f"{text!r} is not a whole number such as 32768, 32k or 32K") from None
-    if value != int(value):
+    if value != whole:
         raise EngineError(f"{text!r} is {value}, not a whole number")
-    return int(value)
+    return whole
 
 
 def _option(default, help: str, *, flags: tuple[str, ...] = (), **extra):
@@ -165,8 +167,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         def refuse(name: str, value: object, what: str) -> None:
             flag = "--" + name.replace("_", "-")
-            raise EngineError(f"{name}={value!r} {what}; set {flag}")
+            valid = self._valid_degrees() if name == "tensor_parallel_size" else ""
+            raise EngineError(f"{name}={value!r} {what}; set {flag}{valid}")
 
+        for name in ("model", "tokenizer"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                refuse(name, value, "is an empty name")
         for name, low, high in (
             ("tensor_parallel_size", TP_DEGREES[0], TP_DEGREES[-1]),
             ("max_num_seqs", 1, 8),
@@ -188,6 +195,17 @@ class EngineConfig:
         if self.shard_of and self.load_format != "dummy":
             refuse("shard_of", self.shard_of, "works with load_format='dummy' only")
         object.__setattr__(self, "dtype", DTYPES[self.dtype])
+
+    def _valid_degrees(self) -> str:
+        """The end of a message: the model's TP degrees, if its shape is at hand."""
+        try:
+            if self.load_format == "dummy" and not Path(self.model or "").is_dir():
+                model = preset(self.model or "")
+            else:
+                model = from_dir(Path(self.model or "").expanduser())
+        except EngineError:
+            return ""
+        return f"; valid degrees of {model.name}: {', '.join(map(str, model.valid_tp()))}"
 
     @property
     def fp8_kv(self) -> bool:

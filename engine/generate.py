@@ -107,7 +107,7 @@ def _main(args: argparse.Namespace) -> int:
     config = engine_config(args)
     params = sampling_params(args)
     if args.dump_graph:
-        from engine.llm import resolve
+        from engine.resolve import resolve
 
         config, model, _ = resolve(config)
         from engine.graph import dump_graph

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import PRESETS, EngineConfig, ModelConfig, from_dir, preset
+from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.generation_config import sampling_defaults
 from engine.outputs import Delta, RequestOutput
 from engine.prompts import Prompt, as_batch, check_token_ids, naming, one_each
 from engine.request import Request
+from engine.resolve import load_tokenizer, resolve
 from engine.sampling import MAX_SEED, SamplingParams
 from engine.scheduler import Scheduler
 
@@ -84,7 +85,7 @@ class LLM:
             shard_of=shard_of,
         )
         self.config, self.model_config, directory = resolve(config)
-        self.tokenizer = _load_tokenizer(self.config, directory, chat_template)
+        self.tokenizer = load_tokenizer(self.config, directory, chat_template)
         from engine.text.tokenizer import eos_token_ids
 
         eos = eos_token_ids(directory, self.model_config.eos_token_ids, self.tokenizer)
@@ -97,6 +98,7 @@ class LLM:
         self._closed = False
         self.scheduler = Scheduler(self._executor, prefix_caching=self.config.prefix_caching)
         self._inboxes: dict[Request, deque[Delta]] = {}
+        self._in_use = threading.RLock()  # by the thread that is in the scheduler
         self._count = 0
 
     @property
@@ -109,6 +111,8 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """The executor's counters, memory, start-up phases and bandwidth roof."""
+        if self._closed:
+            raise EngineError("this LLM is closed")
         return self._executor.stats()
 
     # ---- requests
@@ -284,7 +288,7 @@ class LLM:
         bar = _progress_bar(len(requests), use_tqdm)
         outputs: dict[int, RequestOutput] = {}
         try:
-            with closing(self._indexed(requests)) as updates:
+            with self._alone(), closing(self._indexed(requests)) as updates:
                 for i, delta in updates:
                     if delta.output is not None:
                         outputs[i] = delta.output
@@ -294,6 +298,17 @@ class LLM:
             if bar is not None:
                 bar.close()
         return [outputs[i] for i in range(len(requests))]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._in_use.acquire(blocking=False):
+            raise EngineError(
+                "this LLM is being used by another thread; one at a time, or take AsyncLLM"
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def _indexed(self, requests: list[Request]) -> Generator[tuple[int, Delta]]:
         index = {request: i for i, request in enumerate(requests)}
@@ -305,18 +320,20 @@ class LLM:
         """Turn the scheduler until these requests end; ending the iterator early aborts them."""
         inboxes = self._inboxes
         try:
-            for request in requests:
-                inboxes[request] = deque()
-                self.scheduler.add(request)
+            with self._alone():
+                for request in requests:
+                    inboxes[request] = deque()
+                    self.scheduler.add(request)
             running = list(requests)
             while running:
                 if not any(inboxes[r] for r in running):
                     if self._closed:
                         raise EngineError("this LLM was closed while it was generating")
-                    # Steps are shared: what belongs to another iterator goes to its inbox.
-                    for request, delta in self.scheduler.step():
-                        if request in inboxes:
-                            inboxes[request].append(delta)
+                    with self._alone():
+                        # Steps are shared: what belongs to another iterator goes to its inbox.
+                        for request, delta in self.scheduler.step():
+                            if request in inboxes:
+                                inboxes[request].append(delta)
                 for request in list(running):
                     while inboxes[request]:
                         delta = inboxes[request].popleft()
@@ -324,9 +341,10 @@ class LLM:
                             running.remove(request)
                         yield request, delta
         finally:
-            for request in requests:
-                self.scheduler.abort(request)
-                inboxes.pop(request, None)
+            with self._in_use:
+                for request in requests:
+                    self.scheduler.abort(request)
+                    inboxes.pop(request, None)
 
     def close(self) -> None:
         """End all requests and give the devices back. Safe to call again."""
@@ -341,47 +359,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, Path | None]:
-    """(config with `model` made a local directory, the model's shape, that directory or None).
-
-    Raises EngineError for what the shapes alone rule out. Imports neither torch nor a tokenizer.
-    """
-    directory: Path | None = None
-    if config.load_format == "dummy" and not (config.model and Path(config.model).is_dir()):
-        if not config.model:
-            raise EngineError(
-                f"--load-format dummy needs --model: a directory or one of {', '.join(PRESETS)}"
-            )
-        model = preset(config.model)
-    else:
-        from engine.demo import resolve_model
-
-        directory = resolve_model(config.model if config.model else None)
-        model = from_dir(directory)
-        config = replace(config, model=str(directory))
-    limit = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise EngineError(
-            f"--max-model-len {config.max_model_len} is over the {limit} positions of {model.name}"
-        )
-    if config.max_model_len is not None:
-        model.check_context(config.max_model_len)
-    model.shard(config.shard_of or config.tensor_parallel_size)
-    return config, model, directory
-
-
-def _load_tokenizer(
-    config: EngineConfig, directory: Path | None, chat_template: str | Path | None
-) -> Tokenizer | None:
-    """None if the model's own directory has none: token ids still work."""
-    path = Path(config.tokenizer).expanduser() if config.tokenizer else directory
-    if path is None or (config.tokenizer is None and not (path / "tokenizer.json").is_file()):
-        return None
-    from engine.text.tokenizer import Tokenizer
-
-    return Tokenizer(path, chat_template)
 
 
 def _progress_bar(count: int, wanted: bool | None):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, parse_count
+from engine.errors import EngineError
 from engine.sampling import SamplingParams
 
 _NOT_FLAGS = (
@@ -88,9 +90,12 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """EngineConfig of parsed arguments. EngineError for a bad value or for two different models."""
     values = _given(args, EngineConfig, ())
     if args.model_argument is not None:
+        if len(args.model_argument.split()) > 1 and not Path(args.model_argument).exists():
+            raise EngineError(
+                f"{args.model_argument!r} is taken as the model, as the positional argument is, and is no "
+                "directory; give a prompt with --prompt"
+            )
         if values.get("model", args.model_argument) != args.model_argument:
-            from engine.errors import EngineError
-
             raise EngineError(
                 f"two models: {args.model_argument!r} and --model {values['model']!r}; give one"
             )

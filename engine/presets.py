@@ -75,6 +75,20 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
+_HUB = {
+    "qwen2.5": "Qwen/Qwen2.5-{}-Instruct",
+    "qwen3": "Qwen/Qwen3-{}",
+    "llama-3.1": "meta-llama/Llama-3.1-{}-Instruct",
+    "mistral": "mistralai/Mistral-{}-Instruct-v0.3",
+}
+
+
+def hub_id(name: str) -> str:
+    """The hub id of the model whose shape a preset has."""
+    family, _, size = name.rpartition("-")
+    return _HUB[family].format(size.upper())
+
+
 def preset(name: str) -> ModelConfig:
     """A named shape for `--load-format dummy`; the hub's spelling is understood. Raises EngineError."""
     key = name.lower().rpartition("/")[2].removesuffix("-instruct")

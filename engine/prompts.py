@@ -9,6 +9,7 @@ from typing import Any
 from engine.errors import RequestError
 from engine.sampling import SamplingParams
 
+_BYTES = (bytes, bytearray, memoryview)  # sequences of int, and never meant as token ids
 # Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -17,7 +18,7 @@ def as_batch(prompts: object) -> list:
     """A list of prompts from one prompt or several; a list that begins with an int is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise RequestError(f"prompts is {type(prompts).__name__}, not text, token ids or a list")
     return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
 
@@ -39,7 +40,7 @@ def one_each(
 
 def check_token_ids(prompt: object, vocab_size: int) -> list[int]:
     """The ids as a list of int, each within the vocabulary."""
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, _BYTES):
         raise RequestError(f"a prompt is {type(prompt).__name__}, neither text nor token ids")
     for i, token in enumerate(prompt):
         if isinstance(token, bool) or not isinstance(token, int):

@@ -45,7 +45,8 @@ def read_rope(config: dict[str, Any], name: str, positions: int) -> Rope:
         raise EngineError(
             f"{name}: partial_rotary_factor {rotary} is not implemented; supported: 1.0"
         )
-    theta = _number(rope, "rope_theta", name, config.get("rope_theta") or 10000.0)
+    theta = config.get("rope_theta")
+    theta = _number(rope, "rope_theta", name, 10000.0 if theta is None else theta)
     if kind == "default":
         return Rope(theta, None, positions)
     # As transformers has it: the key outside the dict wins, and silence means max_position_embeddings.
@@ -141,6 +142,6 @@ def _factor(rope: dict[str, Any], kind: str, name: str) -> float:
 def _number(rope: dict[str, Any], key: str, name: str, default: float | None = None) -> float:
     value = rope.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise EngineError(f"{name}: RoPE needs {key} as a number over 0, config.json has {value!r}")
     return float(value)

@@ -142,6 +142,12 @@ def test_harmless_keys(changes):
         (QWEN3_8B, {"use_sliding_window": True, "layer_types": ["chunked_attention"]}, "chunked_attention"),
         (QWEN3_8B, {"hidden_size": "4096"}, "hidden_size '4096' in config.json is not a whole number"),
         (QWEN3_8B, {"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        (QWEN3_8B, {"rope_theta": 0}, "needs rope_theta as a number over 0, config.json has 0"),
+        (QWEN3_8B, {"rope_theta": -1e6}, "needs rope_theta as a number over 0, config.json has -1000000.0"),
+        (QWEN3_8B, {"rope_theta": float("inf")}, "needs rope_theta as a number over 0, config.json has inf"),
+        (QWEN3_8B, {"rms_norm_eps": 0}, "rms_norm_eps 0 in config.json"),
+        (QWEN3_8B, {"rms_norm_eps": -1e-6}, "rms_norm_eps -1e-06 in config.json"),
+        (QWEN3_8B, {"rms_norm_eps": "1e-6"}, "rms_norm_eps '1e-6' in config.json"),
     ],
 )  # fmt: skip
 def test_what_changes_the_maths_is_refused_by_name(base, changes, message):
@@ -194,7 +200,7 @@ def test_an_active_window_needs_a_context_that_fits_it():
 
 def test_the_front_and_the_executor_refuse_an_active_window(tmp_path):
     """By the flag before anything is loaded; without the flag when the context is known."""
-    from engine.llm import resolve
+    from engine.resolve import resolve
     from engine.runtime.create import create_cpu_executor
 
     (tmp_path / "config.json").write_text(json.dumps({**MISTRAL_7B, "sliding_window": 4096}))

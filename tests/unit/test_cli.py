@@ -140,6 +140,18 @@ def test_flags_are_not_abbreviated():
         (["--prompt", "x", "--model", "/absent"], "/absent"),
         (["--prompt-file", "/absent"], "--prompt-file /absent"),
         (["--input-len", "0"], "--input-len 0"),
+        (["Why is the sky blue?"], "is taken as the model"),
+        (["--model", "", "--prompt", "x"], "model='' is an empty name"),
+        (["--prompt", "x", "--max-tokens", "infk"], "'infk' is not a whole number"),
+        (["--prompt", "x", "--temperature", "1e39"], "temperature=1e+39"),
+        (
+            ["qwen2.5-7b", "--prompt", "x"],
+            "needs --load-format dummy; the hub's model is Qwen/Qwen2.5-7B-Instruct",
+        ),
+        (
+            ["qwen2.5-7b", "--dummy-weight", "--tp", "9", "--input-len", "4"],
+            "valid degrees of qwen2.5-7b: 1, 2, 4",
+        ),
         (["a", "--model", "b", "--prompt", "x"], "two models: 'a' and --model 'b'"),
         (["--prompt", "x", "--load-format", "dummy"], "--load-format dummy needs --model"),
         (

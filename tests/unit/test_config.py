@@ -293,6 +293,9 @@ def test_degrees_that_are_no_powers_of_two():
             "is not a whole number from 1 to 8; set --tensor-parallel-size",
         ),
         ("tensor_parallel_size", 0, "--tensor-parallel-size"),
+        ("model", "", "is an empty name; set --model"),
+        ("model", "  ", "is an empty name; set --model"),
+        ("tokenizer", "", "is an empty name; set --tokenizer"),
         ("tensor_parallel_size", True, "--tensor-parallel-size"),
         ("tensor_parallel_size", 2.0, "--tensor-parallel-size"),
         ("max_num_seqs", 9, "is not a whole number from 1 to 8; set --max-num-seqs"),
@@ -316,6 +319,17 @@ def test_engine_config_refuses(field, value, message):
     assert f"{field}={value!r}" in str(e.value)
 
 
+def test_a_degree_out_of_range_names_those_of_the_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for degree in (0, 9):
+        with pytest.raises(EngineError, match=r"valid degrees of qwen2.5-7b: 1, 2, 4$"):
+            EngineConfig("qwen2.5-7b", load_format="dummy", tensor_parallel_size=degree)
+        with pytest.raises(EngineError, match=rf"valid degrees of {tmp_path.name}: 1, 3$"):
+            EngineConfig(str(tmp_path), tensor_parallel_size=degree)
+        with pytest.raises(EngineError, match=r"set --tensor-parallel-size$"):
+            EngineConfig("org/unknown", tensor_parallel_size=degree)
+
+
 def test_engine_config_defaults_and_spellings():
     config = EngineConfig()
     assert (config.model, config.tensor_parallel_size, config.dtype) == (None, 1, "auto")
@@ -332,7 +346,9 @@ def test_parse_count(text, value):
     assert parse_count(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "k", "lots", "1.0005k", "1.5", "12x"])
+@pytest.mark.parametrize(
+    "text", ["", "k", "lots", "1.0005k", "1.5", "12x", "infk", "nank", "-infM", "1e400k"]
+)
 def test_parse_count_refuses(text):
     with pytest.raises(EngineError, match="whole number"):
         parse_count(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -224,6 +226,8 @@ def test_sampling_seeds(make):
         ([3, True], r"prompt_token_ids\[1\] is True"),
         (None, "prompts is NoneType"),
         ([None], "a prompt is NoneType"),
+        (b"hi", "prompts is bytes"),
+        ([[1], b"hi"], "prompt 1: a prompt is bytes"),
         ({"prmpt": "x"}, "prmpt"),
         ([1] * 128, r"128 tokens .* context of 128"),
     ],
@@ -301,6 +305,8 @@ def test_close_is_idempotent_and_final(make):
     assert llm._executor.closed == 1
     llm.close()
     assert llm._executor.closed == 1
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        llm.stats()
     with pytest.raises(EngineError, match="closed while it was generating"):
         list(stream)
     with pytest.raises(EngineError, match="closed"):
@@ -314,6 +320,26 @@ def test_a_failed_construction_can_be_closed(directory, monkeypatch):
     monkeypatch.setattr("engine.runtime.create_executor", create)
     with pytest.raises(EngineError, match="no room"):
         LLM(directory)
+
+
+def test_a_second_thread_at_once_is_refused_and_the_first_goes_on(make):
+    llm = make(delay=0.002)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    stream = llm.stream([9], params)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(llm.generate, [1, 2], params)
+        while len(llm._inboxes) < 2 and not first.done():
+            time.sleep(0.001)
+        with pytest.raises(EngineError, match=r"used by another thread.*AsyncLLM"):
+            llm.generate([3], params)
+        [output] = first.result()
+    assert output.outputs[0].token_ids == expected([1, 2], 60, VOCAB)
+    tokens = [t for delta in stream for t in delta.token_ids]
+    assert tokens == expected([9], 60, VOCAB)[-len(tokens) :]
+    [output] = llm.generate([3], params)  # one after the other is fine
+    assert output.outputs[0].token_ids == expected([3], 60, VOCAB)
+    assert llm.scheduler.free_slots == 3
 
 
 def test_abort_by_id(make):
