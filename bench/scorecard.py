@@ -14,7 +14,6 @@ reason. Sections that the file holds already are not run again (--again runs all
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -31,6 +30,7 @@ from typing import Any
 from bench.rows import Rows
 from bench.scorecard_parts import CONTEXTS, PROMPTS, RUNS, SOAK_PROMPTS, SOAK_TOKENS, TOKENS
 from engine.config import ModelConfig, preset
+from engine.console import Parser, run
 from engine.errors import EngineError
 from engine.model import gpu_named, predict
 from engine.model.calibrate import PRIOR
@@ -64,10 +64,12 @@ class Section:
 
 
 def plan(gpus: int, model_name: str = MODEL) -> list[Section]:
-    """Sections for a machine, the most telling first. Pure."""
-    model, largest = preset(model_name), max(n for n in DEGREES if n <= gpus)
+    """Sections for a machine, the most telling first. Pure. EngineError for a model that there is not."""
+    model = preset(model_name)
+    degrees = [n for n in DEGREES if n in model.valid_tp()]
+    largest = max(n for n in degrees if n <= gpus)
     real, shares = [], []
-    for degree in DEGREES[::-1]:
+    for degree in degrees[::-1]:
         for quantization in ("fp8", "none"):
             if not fits(model, quantization, degree):
                 continue
@@ -81,7 +83,7 @@ def plan(gpus: int, model_name: str = MODEL) -> list[Section]:
             f"virtual-tp{n}", "virtual", gpus, VIRTUAL_S,
             ("bench.scorecard_parts", "virtual", f"{model_name}:none:{n}"),
         )
-        for n in (4, 8) if n > gpus
+        for n in degrees if n >= 4 and n > gpus
     ]  # fmt: skip
     probe = Section("links", "real", gpus, 12.0, ("bench.scorecard_parts", "links"))
     first = [s for s in real if s.gpus == largest]
@@ -252,6 +254,9 @@ def _run(section: Section, folder: Path, limit: float) -> tuple[str, str | None]
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             code, why = None, f"out of time after {limit:.0f} s"
+        except BaseException:  # Ctrl-C
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
         log.seek(0)
         text = log.read()
     last = " | ".join(line for line in text.strip().splitlines()[-3:] if line.strip())[-300:]
@@ -330,9 +335,12 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Exit code: see engine.console."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
+    parser = Parser(prog="python -m bench.scorecard", description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print the plan; needs no GPU")
     parser.add_argument("--gpus", type=int, help="plan for so many (default: those here)")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, help="seconds (570)")
@@ -346,20 +354,18 @@ def main(argv: list[str] | None = None) -> int:
         import torch
 
         here = torch.cuda.device_count()
-    gpus = args.gpus or here
+    gpus = here if args.gpus is None else args.gpus
+    if args.gpus is not None and args.gpus < 1:
+        raise EngineError(f"--gpus {args.gpus} is not 1 or more")
     if not gpus or (not args.dry_run and gpus > here):
-        print(
-            f"bench.scorecard: {here} CUDA device(s) here; --dry-run --gpus N prints a plan for N"
-        )
-        return 1
+        raise EngineError(f"{here} CUDA device(s) here; --dry-run --gpus N prints a plan for N")
     sections = plan(gpus, args.model)
     if args.sections:
         names = args.sections.split(",")
         unknown = set(names) - {s.name for s in sections}
         if unknown:
-            print(f"no section {', '.join(sorted(unknown))}; there are "
-                  + ", ".join(s.name for s in sections))  # fmt: skip
-            return 2
+            there = ", ".join(s.name for s in sections)
+            raise EngineError(f"no section {', '.join(sorted(unknown))}; there are {there}")
         sections = [s for s in sections if s.name in names]
     print(describe(sections, args.time_limit), flush=True)
     if args.dry_run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -55,7 +56,34 @@ def test_dry_run_prints_the_plan_and_needs_no_gpu(capsys):
     assert scorecard.main(["--dry-run", "--gpus", "1", "--time-limit", "300"]) == 0
     assert "beyond the limit" in capsys.readouterr().out
     assert scorecard.main(["--dry-run", "--gpus", "2", "--sections", "links,fp8-tp9"]) == 2
-    assert "no section fp8-tp9" in capsys.readouterr().out
+    assert "error: no section fp8-tp9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--dry-run", "--gpus", "2", "--model", "gpt-9"], "gpt-9"),
+        (["--dry-run", "--gpus", "-1"], "--gpus -1 is not 1 or more"),
+        (["--dry-run", "--gpus", "x"], "--gpus"),
+        (["--gpus", "99"], "--dry-run --gpus N prints a plan for N"),
+    ],
+)
+def test_errors_are_one_line(args, message, capsys):
+    assert scorecard.main(args) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_model_that_does_not_divide_is_planned_for_its_degrees(capsys, monkeypatch):
+    odd = replace(preset("qwen2.5-7b"), num_heads=12, num_kv_heads=4)
+    assert odd.valid_tp() == [1, 2, 4]
+    monkeypatch.setattr(scorecard, "preset", lambda name: odd)
+    assert scorecard.main(["--dry-run", "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "fp8-tp4 " in text and "fp8-tp8" not in text and "all-reduce-tp8" in text
+    assert scorecard.main(["--dry-run", "--gpus", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "virtual-tp4" in text and "fp8-tp4-share" in text and "virtual-tp8" not in text
 
 
 def section(how: str, seconds: float = 30.0) -> Section:
