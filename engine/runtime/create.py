@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from engine.checkpoint.load import Loaded, LoadProgress, find_aliases, load_rank
 from engine.checkpoint.memory import MemoryTable, check_fit, weight_bytes
 from engine.checkpoint.source import CheckpointSource, DummySource, WeightSource
 from engine.config import EngineConfig, ModelConfig
+from engine.demo import MODEL_FOLDER
 from engine.errors import EngineError
 from engine.graph.build import Logits, build
 from engine.graph.ir import Graph
@@ -20,6 +22,7 @@ from engine.graph.passes import run_passes
 from engine.graph.plan import plan
 from engine.runtime.bandwidth import copy_bandwidth
 from engine.runtime.buckets import DECODE_ROWS, decode_rows, prefill_buckets, prompt_logits_bucket
+from engine.runtime.host_memory import available_bytes, check_host_fit
 from engine.runtime.phases import Phases
 from engine.weights import WeightSpec
 
@@ -35,8 +38,16 @@ GRAPH_BYTES = 1 << 30  # allowance for captured graphs, module images and the dr
 
 
 def pick_device(engine: EngineConfig) -> str:
-    """ "cpu" or "cuda". Raises EngineError for --device cuda without a usable CUDA device."""
-    if engine.device == "cpu" or (engine.device == "auto" and not torch.cuda.is_available()):
+    """ "cpu" or "cuda". Raises EngineError for --device cuda without a usable CUDA device.
+
+    That auto means the CPU is said, except for the demo model on one rank, which is meant for it.
+    """
+    if engine.device == "cpu":
+        return "cpu"
+    if engine.device == "auto" and not torch.cuda.is_available():
+        demo = Path(engine.model or MODEL_FOLDER).name == MODEL_FOLDER
+        if not demo or engine.tensor_parallel_size > 1:
+            log.warning("no CUDA device is visible: running on the CPU, as with --device cpu")
         return "cpu"
     if not torch.cuda.is_available():
         raise EngineError("--device cuda: torch sees no CUDA device; use --device cpu")
@@ -163,6 +174,10 @@ def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecuto
         max_model_len = engine.max_model_len or min(config.max_position_embeddings, CPU_CONTEXT)
         config.check_context(max_model_len)
         model = _open(engine, config, "cpu")
+        check_host_fit(
+            config, model.specs(tp).values(), tp=tp, dtype=model.dtype, quantization=model.quantization,
+            max_model_len=max_model_len, fp8_kv=engine.fp8_kv, available=available_bytes(),
+        )  # fmt: skip
     with phases.phase("load"):
         weights = _load(model, model.specs(tp), [torch.device("cpu")] * tp)
         weights = [_for_cpu(rank, model.dtype) for rank in weights]
