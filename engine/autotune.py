@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.config import preset
+from engine.config import EngineConfig, preset
 from engine.console import Parser, run
 from engine.errors import EngineError
 from engine.kernels.gemv_config import WIDE_ROWS, with_wide
+from engine.runtime.buckets import DECODE_ROWS, LARGEST, prefill_buckets
 from engine.tune import choose
 from engine.tune.chain import MAX_ERROR, Chain, Deployment
 
@@ -151,8 +153,11 @@ def _tunable(deployment: Deployment) -> list[tuple[str, dict[str, Any], list[Any
 
 
 def check(deployment: Deployment) -> int:
-    """Print which keys of the deployment's graph have no valid entry; returns how many."""
+    """Print which keys of the deployment's graph have no valid entry; returns how many. EngineError if the graph
+    has no key to tune: nothing was checked."""
     keys = _tunable(deployment)
+    if not keys:
+        raise EngineError(f"{deployment}: the graph has nothing to tune")
     problems = [(_problem(op, facts), op, choose.key_string(op, facts)) for op, facts, _ in keys]
     lines = [f"  {problem}: {op} {key}" for problem, op, key in problems if problem]
     print(f"{deployment}: {len(keys) - len(lines)} of {len(keys)} keys tuned")
@@ -199,18 +204,51 @@ def _parser() -> Parser:
 
 
 def _deployments(args: argparse.Namespace) -> list[Deployment]:
-    """What the flags name. EngineError for a model or a phase that there is not."""
-    preset(args.model)
+    """What the flags name. EngineError for a model, a phase or a size that there is not."""
+    model = preset(args.model)
+    EngineConfig(
+        model=args.model, tensor_parallel_size=args.tp, load_format="dummy", shard_of=args.shard_of
+    )
+    if args.shard_of and args.shard_of < args.tp:
+        raise EngineError(f"--shard-of {args.shard_of} is below --tp {args.tp}")
+    model.shard(args.shard_of or args.tp)
+    most = model.max_position_embeddings
+    if not 1 <= args.context <= most:
+        raise EngineError(
+            f"--context {args.context} is not 1 to {most}, the positions of {model.name}"
+        )
+    sizes = _sizes("--rows", args.rows, DECODE_ROWS)
+    tokens = _sizes("--tokens", args.tokens, prefill_buckets(LARGEST))
     rank = (args.model, args.quantization, args.tp, args.shard_of)
     found: list[Deployment] = []
     for phase in args.phase.split(","):
         if phase == "decode":
-            found += [Deployment(*rank, int(rows), args.context) for rows in args.rows.split(",")]
+            found += [Deployment(*rank, rows, args.context) for rows in sizes]
         elif phase == "prefill":
-            found += [Deployment(*rank, 1, int(t), "prefill") for t in args.tokens.split(",")]
+            found += [Deployment(*rank, 1, t, "prefill") for t in tokens]
         else:
             raise EngineError(f"--phase {phase!r}: choose decode, prefill or decode,prefill")
     return found
+
+
+def _sizes(flag: str, text: str, allowed: Sequence[int]) -> list[int]:
+    """The numbers of a comma-separated list. EngineError for one that no graph has."""
+    known = {str(size): size for size in allowed}
+    for item in text.split(","):
+        if item.strip() not in known:
+            raise EngineError(f"{flag} {item!r}: there are graphs of {', '.join(known)}")
+    return [known[item.strip()] for item in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    """Of --budget."""
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise EngineError(f"--budget {text!r} is not a time above 0 such as 120s")
+    return seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -220,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
-    deployments = _deployments(args)
+    budget, deployments = _seconds(args.budget), _deployments(args)
     if args.check:
         return 1 if sum(check(d) for d in deployments) else 0
     if args.dry_run:
@@ -233,7 +271,6 @@ def _main(argv: list[str] | None) -> int:
         raise EngineError(
             "autotune times kernels and needs a CUDA device; --check and --dry-run work without"
         )
-    budget = float(args.budget.removesuffix("s"))
     for deployment in deployments:
         chain = Chain(deployment)
         found: dict[str, dict[str, dict]] = {}

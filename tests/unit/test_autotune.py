@@ -51,6 +51,37 @@ def test_errors_are_one_line(no_cache, capsys):
         assert "--check and --dry-run work without" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mode", ["--check", "--dry-run"])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rows", "abc"], "--rows 'abc': there are graphs of 1, 2, 4, 8"),
+        (["--rows", "99"], "--rows '99'"),
+        (["--rows", "1,"], "--rows ''"),
+        (["--phase", "prefill", "--tokens", "7"], "--tokens '7': there are graphs of 16, 32"),
+        (["--context", "-5"], "--context -5 is not 1 to 32768"),
+        (["--context", "99999999"], "--context 99999999 is not 1 to"),
+        (["--shard-of", "1"], "shard_of=1 is not one of 2, 4, 8; set --shard-of"),
+        (["--shard-of", "8"], "cannot run at --tp 8"),
+        (["--tp", "4", "--shard-of", "2"], "--shard-of 2 is below --tp 4"),
+        (["--tp", "0"], "tensor_parallel_size=0"),
+        (["--budget", "banana"], "--budget 'banana' is not a time above 0"),
+        (["--budget=-1s"], "--budget '-1s'"),
+        (["--budget", "nan"], "--budget 'nan'"),
+    ],
+)
+def test_numbers_are_checked(no_cache, capsys, args, message, mode):
+    assert autotune.main([*FP8_7B, *args, mode]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_nothing_to_tune_is_not_all_tuned(no_cache, capsys, monkeypatch):
+    monkeypatch.setattr(autotune, "space", lambda *_: [])
+    assert autotune.main([*FP8_7B, "--check"]) == 2
+    assert "the graph has nothing to tune" in capsys.readouterr().err
+
+
 def test_ctrl_c_keeps_what_is_done(no_cache, monkeypatch):
     class Interrupted:
         """A chain that is interrupted at its second key."""
