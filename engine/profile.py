@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, ModelConfig, with_layers
 from engine.console import Parser, check_output, command, say
+from engine.errors import EngineError
 from engine.options import add_engine_options, count, engine_config
 
 if TYPE_CHECKING:
@@ -77,8 +78,16 @@ def _main(args: argparse.Namespace) -> int:
 
         pyplot("--png")
     config, model, _ = resolve(engine_config(args))
-    if args.layers:
-        model = with_layers(model, min(args.layers, model.num_layers))
+    if args.input_len > model.max_position_embeddings:
+        raise EngineError(
+            f"--input-len {args.input_len} is above the {model.max_position_embeddings} positions of {model.name}"
+        )
+    if args.layers is not None:
+        if not 1 <= args.layers <= model.num_layers:
+            raise EngineError(
+                f"--layers {args.layers} is not 1 to {model.num_layers}, those of {model.name}"
+            )
+        model = with_layers(model, args.layers)
     from engine.runtime.create import pick_device
 
     if pick_device(config) == "cpu":
@@ -88,7 +97,7 @@ def _main(args: argparse.Namespace) -> int:
         profiles, facts = _predicted(config, model, wanted, args.gpu)
     else:
         profiles, facts = _measured(config, model, wanted)
-    print("\n\n".join(_tables(profiles)))
+    print("\n\n".join(_tables(profiles, args.input_len)))
     _write(args, config, model, profiles, facts)
     return 0
 
@@ -132,10 +141,17 @@ def _predicted(
     return profiles, {"constants": source}
 
 
-def _tables(profiles: Sequence[PhaseProfile]) -> list[str]:
+def _tables(profiles: Sequence[PhaseProfile], input_len: int) -> list[str]:
     from engine.profiling.report import table
 
-    return [table(profile) for profile in profiles]
+    return [table(p) + _first_chunk(p, input_len) for p in profiles]
+
+
+def _first_chunk(profile: PhaseProfile, input_len: int) -> str:
+    """A note where the prefill is not that of the whole prompt."""
+    if profile.phase != "prefill" or input_len <= profile.rows:
+        return ""
+    return f"\n  note: the first chunk, of {profile.rows} tokens, of a prompt of {input_len}"
 
 
 def _counters(counters: dict[str, Any]) -> str:

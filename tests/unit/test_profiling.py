@@ -295,7 +295,26 @@ def test_without_a_gpu_the_command_predicts(capsys, tmp_path):
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("args", [["--rows", "3"], ["--phase", "x"], ["--gpu", "a100"]])
+def test_a_prompt_of_several_chunks_says_that_it_shows_the_first(capsys):
+    note = "note: the first chunk, of 2048 tokens, of a prompt of 5000"
+    assert main([*DUMMY, "--phase", "prefill", "--input-len", "5000"]) == 0
+    assert note in capsys.readouterr().out
+    assert main([*DUMMY, "--phase", "decode", "--input-len", "5000"]) == 0
+    assert main([*DUMMY, "--phase", "prefill", "--input-len", "2048"]) == 0
+    assert "first chunk" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--rows", "3"],
+        ["--phase", "x"],
+        ["--gpu", "a100"],
+        ["--input-len", "32769"],
+        ["--layers", "1000"],
+        ["--layers", "0"],
+    ],
+)
 def test_bad_arguments_are_one_line(args, capsys):
     assert main([*DUMMY, *args]) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: ")
