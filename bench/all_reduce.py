@@ -1,8 +1,7 @@
-"""All-reduce on the card: links, bits, latency by size, the bounded spin. `python -m
-bench.all_reduce`.
+"""All-reduce on the card: links, bits, latency by size, the bounded spin.
 
-Needs one CUDA device (virtual ranks only) or two and more. Every spin ends after 2 s, so nothing
-hangs. Sections, in order, each skipped with a line once --time-limit is spent:
+Needs one CUDA device (virtual ranks only) or two and more. Every spin ends after 2 s. Sections, in
+order, each skipped with a line once --time-limit is spent:
   links        the probe's matrix
   correctness  checked all-reduces under random delays: wrong elements, equality of all ranks' bits
   latency      us a call in a CUDA graph per form and size, against a copy kernel (the launch floor)
@@ -344,7 +343,9 @@ def baselines(bench: Bench, seconds: float) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog="engine bench allreduce --predict needs no GPU"
+    )
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds (default 120)")
     parser.add_argument("--calls", type=int, default=100_000, help="checked all-reduces")
     parser.add_argument("--baselines", action="store_true", help="also NCCL and torch symm_mem")

@@ -169,6 +169,8 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds")
     parser.add_argument("--rows", default="1,8")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.argmax needs a CUDA device; here is none")
     deadline = time.perf_counter() + args.time_limit
     rows, bad = Rows("argmax"), 0
     print(

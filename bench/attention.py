@@ -276,6 +276,8 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.attention needs a CUDA device; here is none")
     run = Run(args)
     run.check()
     rows_list = [int(x) for x in args.rows.split(",")]

@@ -288,6 +288,8 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=150.0, help="seconds")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.gemm needs a CUDA device; here is none")
     begin = time.perf_counter()
     device = "cuda"
     properties = torch.cuda.get_device_properties(0)

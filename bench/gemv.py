@@ -199,6 +199,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--all", action="store_true", help="print every config's time")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.gemv needs a CUDA device; here is none")
     begin = time.perf_counter()
 
     def left() -> float:

@@ -306,6 +306,8 @@ def main() -> None:
     parser.add_argument("--rows", default="1")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.poll needs a CUDA device; here is none")
     begin = time.perf_counter()
     properties = torch.cuda.get_device_properties(0)
     choose.set_target(properties.name, properties.multi_processor_count)

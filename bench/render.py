@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rows import load
+from engine.console import Parser, run
 from engine.model.exchange import prediction_table
 
 ROOT = Path(__file__).parents[1]
@@ -264,8 +265,15 @@ def render(text: str, rows: list[Row]) -> str:
     return _BLOCK.sub(fill, text)
 
 
-def main(argv: list[str]) -> int:
-    """0 if all is up to date or was written."""
+def main(argv: list[str] | None = None) -> int:
+    """0 if all is up to date or was written; 2 for an unknown argument."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
+    parser = Parser(prog="python -m bench.render", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
+    args = parser.parse_args(argv)
     rows = load()
     stale = []
     for name in PAGES:
@@ -274,13 +282,13 @@ def main(argv: list[str]) -> int:
         new = render(old, rows)
         if new != old:
             stale.append(name)
-            if "--check" not in argv:
+            if not args.check:
                 page.write_text(new)
-    if "--check" in argv and stale:
+    if args.check and stale:
         print(f"out of date: {', '.join(stale)}; run python -m bench.render", file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

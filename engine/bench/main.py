@@ -66,16 +66,19 @@ def run_script(name: str, rest: list[str]) -> int:
             f"engine bench {name} runs {script}, which is not there: it is part of the repository, "
             "not of the installed package"
         )
-    if not {"-h", "--help"} & set(rest):
+    help_only = bool({"-h", "--help"} & set(rest))
+    if not help_only:
         import torch
 
         if not torch.cuda.is_available():
             raise EngineError(
                 f"engine bench {name} times kernels and torch sees no CUDA device here; without one, "
-                "`engine bench sweep` and `engine profile` print predictions"
+                "`engine bench sweep` and `engine profile` print predictions, and `engine bench allreduce --predict` that "
+                "of an all-reduce"
             )
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     out = os.path.abspath(os.environ.get("OUT", "out"))
-    say(f"python -m bench.{SCRIPTS[name]}: rows go to {out}")
+    if not help_only:
+        say(f"python -m bench.{SCRIPTS[name]}: rows go to {out}")
     command = [sys.executable, "-m", f"bench.{SCRIPTS[name]}", *rest]
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": path, "OUT": out}).returncode

@@ -299,3 +299,25 @@ def test_nothing_to_compare_is_not_a_success(capsys):
     assert against("a.json", old, rows_of(ttft_ms=1.0), MARGIN) == 2
     assert "nothing to compare" in capsys.readouterr().out
     assert against("a.json", old, old, MARGIN) == 0
+
+
+def test_help_of_a_script_is_its_help_alone(capfd):
+    assert main(["allreduce", "--help"]) == 0
+    out, err = capfd.readouterr()
+    assert "the bounded spin." in out and "python -m\n" not in out and "--predict" in out
+    assert "rows go to" not in err
+
+
+@pytest.mark.parametrize("name", ["gemm", "argmax", "poll", "attention", "gemv", "put_signal"])
+def test_scripts_without_a_gpu_say_so(name, capsys, monkeypatch):
+    import importlib
+
+    module = importlib.import_module(f"bench.{name}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name])
+    try:
+        code = module.main()
+    except SystemExit as e:
+        code = e.code
+    said = code if isinstance(code, str) else capsys.readouterr().out.strip()
+    assert code and said == f"bench.{name} needs a CUDA device; here is none"

@@ -85,3 +85,16 @@ def test_the_committed_pages_are_up_to_date(capsys):
     for name in render.PAGES:
         assert "render: " in (render.ROOT / name).read_text()
     assert render.load(RESULTS) == render.load()
+
+
+def test_help_and_unknown_arguments_write_nothing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(render, "ROOT", tmp_path)
+    monkeypatch.setattr(render, "PAGES", ("page.md",))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- render: gemm -->\nold\n<!-- /render -->\n")
+    with pytest.raises(SystemExit, match="0"):
+        render.main(["--help"])
+    assert "--check" in capsys.readouterr().out
+    assert render.main(["--chekc"]) == 2 and "--chekc" in capsys.readouterr().err
+    assert "old" in page.read_text()
+    assert render.main([]) == 0 and "old" not in page.read_text()
