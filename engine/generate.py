@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from typing import IO, TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ from engine.options import (
     engine_config,
     sampling_params,
 )
+from engine.prompts import naming
+from engine.request import admit
 from engine.roof import roof_share
 
 if TYPE_CHECKING:
@@ -127,11 +129,22 @@ def _main(args: argparse.Namespace) -> int:
     ):
         return _batch(args, config)
     prompts = _read_prompts(args)
-    from engine.llm import LLM
+    encoded: list[dict[str, Any]] = []
+    encode_s = 0.0
 
-    with LLM(**asdict(config), chat_template=args.chat_template) as llm:
-        arrival = time.perf_counter()
-        encoded = [_encode(llm, args, prompt) for prompt in prompts]
+    def encode(llm: LLM) -> None:
+        nonlocal encode_s
+        begin = time.perf_counter()
+        encoded.extend(_encode(llm, args, prompt) for prompt in prompts)
+        encode_s = time.perf_counter() - begin
+        params = sampling_params(args, llm.sampling_defaults)
+        limit = llm.config.max_model_len or llm.model_config.max_position_embeddings
+        for i, prompt in enumerate(encoded):
+            with naming(i, len(encoded)):
+                admit(len(prompt["prompt_token_ids"]), params, limit)
+
+    with _checked_llm(config, args, encode) as llm:
+        arrival = time.perf_counter() - encode_s  # TTFT has the encoding in it
         params = sampling_params(args, llm.sampling_defaults)
         limits = [_limited(llm, params, p) for p in encoded]
         with closing(llm.stream_many(encoded, limits, arrival=arrival)) as updates:
@@ -148,6 +161,19 @@ def _main(args: argparse.Namespace) -> int:
             )
         say(_summary(outputs, stats))
     return 0
+
+
+def _checked_llm(
+    config: EngineConfig, args: argparse.Namespace, check: Callable[[LLM], None]
+) -> LLM:
+    """An LLM; `check` sees it before its weights are loaded, and refuses by raising."""
+    from engine.llm import LLM
+
+    class Checked(LLM):
+        def _before_loading(self) -> None:
+            check(self)
+
+    return Checked(**asdict(config), chat_template=args.chat_template)
 
 
 def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
@@ -175,9 +201,12 @@ def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
                 say(f"{held} of {total} results are in {args.output} already")
             if not items:
                 return 0
-        from engine.llm import LLM
 
-        llm = stack.enter_context(LLM(**asdict(config), chat_template=args.chat_template))
+        def check(llm: LLM) -> None:
+            if all(item.source in ("prompt", "messages") for item in items):
+                llm.need_tokenizer("a text prompt")
+
+        llm = stack.enter_context(_checked_llm(config, args, check))
         params = sampling_params(args, llm.sampling_defaults)
         stats = llm.stats()
 
@@ -227,13 +256,13 @@ def _encode(llm: LLM, args: argparse.Namespace, prompt: str | None) -> dict[str,
         source = random.Random(llm.config.seed)
         vocab = llm.model_config.vocab_size
         return {"prompt_token_ids": [source.randrange(vocab) for _ in range(args.input_len)]}
-    tokenizer = llm.tokenizer
-    if tokenizer is None or args.no_chat_template or tokenizer.template is None:
+    tokenizer = llm.need_tokenizer("a text prompt")
+    if args.no_chat_template or tokenizer.template is None:
         if args.system_prompt is not None:
             raise RequestError("--system-prompt needs a chat template, and none is in use here")
-        if tokenizer is not None and not args.no_chat_template:
+        if not args.no_chat_template:
             say("this checkpoint has no chat template: the prompt goes in as it is")
-        return {"prompt": prompt} if tokenizer is None else _ids(prompt, tokenizer.encode(prompt))
+        return _ids(prompt, tokenizer.encode(prompt))
     messages = [{"role": "user", "content": prompt}]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": args.system_prompt})

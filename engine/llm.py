@@ -92,6 +92,7 @@ class LLM:
         self.eos_token_ids: frozenset[int] = eos
         # Fields of SamplingParams that the checkpoint sets, under generation_config="auto".
         self.sampling_defaults = sampling_defaults(self.config, directory)
+        self._before_loading()
         from engine.runtime import create_executor
 
         self._executor = create_executor(self.config, self.model_config)
@@ -100,6 +101,9 @@ class LLM:
         self._inboxes: dict[Request, deque[Delta]] = {}
         self._in_use = threading.RLock()  # by the thread that is in the scheduler
         self._count = 0
+
+    def _before_loading(self) -> None:
+        """For a subclass that knows its prompts: refuse here, when all but the executor is there."""
 
     @property
     def max_model_len(self) -> int:
@@ -223,7 +227,7 @@ class LLM:
         self, messages: Messages, *, tools: list[dict] | None = None, **variables: Any
     ) -> tuple[str, list[int]]:
         """(prompt text, token ids) of a conversation. RequestError without tokenizer or template."""
-        tokenizer = self._need_tokenizer("chat")
+        tokenizer = self.need_tokenizer("chat")
         plain = [dict(m) if isinstance(m, Mapping) else m for m in messages]
         return tokenizer.encode_chat(plain, tools=tools, **variables)
 
@@ -232,7 +236,8 @@ class LLM:
     def _default_params(self) -> SamplingParams:
         return SamplingParams(**self.sampling_defaults)
 
-    def _need_tokenizer(self, what: str) -> Tokenizer:
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer; RequestError if there is none."""
         if self.tokenizer is None:
             raise RequestError(
                 f"{what} needs a tokenizer, and {self.model_config.name} has none here: give token "
@@ -265,7 +270,7 @@ class LLM:
             text = prompt.get("prompt")
             prompt = prompt.get("prompt_token_ids", text)
         if isinstance(prompt, str):
-            text, prompt = prompt, self._need_tokenizer("a text prompt").encode(prompt)
+            text, prompt = prompt, self.need_tokenizer("a text prompt").encode(prompt)
         ids = check_token_ids(prompt, self.model_config.vocab_size)
         self._count += 1
         seed = params.seed

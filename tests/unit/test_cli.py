@@ -314,6 +314,23 @@ def test_random_ids_without_a_tokenizer(fake, capsys):
     assert "needs a tokenizer" in capsys.readouterr().err
 
 
+def test_prompts_are_refused_before_the_weights_load(fake, directory, capsys, tmp_path):
+    long = ["--prompt", "word " * 40, "--max-model-len", "30"]
+    lines = tmp_path / "lines.txt"
+    lines.write_text("one\ntwo\n")
+    batch = ["--prompt-file", str(lines), "--prompt-lines"]
+    for arguments, message in (
+        (["qwen2.5-0.5b", "--dummy-weight", "--prompt", "text"], "a text prompt needs a tokenizer"),
+        (["qwen2.5-0.5b", "--dummy-weight", *batch], "a text prompt needs a tokenizer"),
+        ([directory, "--no-chat-template", "--prompt", ""], "the prompt is empty"),
+        ([directory, *long], "leaves no room for an answer in a context of 30"),
+        ([directory, "--no-chat-template", "--prompt", "a", *long], "prompt 1: the prompt has"),
+    ):
+        assert generate.main(arguments) == 2
+        assert message in capsys.readouterr().err
+    assert fake.made == []
+
+
 def test_share_of_the_roof():
     metrics = RequestMetrics(prompt_tokens=100, output_tokens=51, ttft_s=1.0, total_s=2.0)
     output = RequestOutput("0", None, [], [CompletionOutput(0, "", [])], None, metrics)
