@@ -181,11 +181,12 @@ def create_cpu_executor(engine: EngineConfig, config: ModelConfig) -> CpuExecuto
     with phases.phase("load"):
         weights = _load(model, model.specs(tp), [torch.device("cpu")] * tp)
         weights = [_for_cpu(rank, model.dtype) for rank in weights]
-    executor = CpuExecutor(
-        config, tp, weights, dtype=model.dtype, num_slots=engine.max_num_seqs,
-        max_model_len=max_model_len, phases=phases,
-        fp8_prefill=engine.fp8_prefill(model.quantization, cuda=False), fp8_kv=engine.fp8_kv,
-    )  # fmt: skip
+    with phases.phase("allocate"):
+        executor = CpuExecutor(
+            config, tp, weights, dtype=model.dtype, num_slots=engine.max_num_seqs,
+            max_model_len=max_model_len, phases=phases,
+            fp8_prefill=engine.fp8_prefill(model.quantization, cuda=False), fp8_kv=engine.fp8_kv,
+        )  # fmt: skip
     log.info("%s", phases.summary())
     return executor
 

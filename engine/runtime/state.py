@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
+import numpy as np
 import torch
 
 from engine.config import ModelConfig
@@ -44,6 +46,15 @@ def rope_table(config: ModelConfig, length: int, device: torch.device | str) -> 
     return pairs.reshape(length, config.head_dim).to(device)
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """torch.zeros; on the CPU a page takes memory and time only once it is written to (numpy asks calloc for
+    zeros, torch writes them)."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
+
+
 def new_state(
     config: ModelConfig,
     tp: int,
@@ -63,7 +74,7 @@ def new_state(
     def caches(
         shape: tuple[int, ...] = shape, dtype: torch.dtype = FP8 if fp8_kv else dtype
     ) -> list[torch.Tensor]:
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        return [zeros(shape, dtype, device) for _ in range(config.num_layers)]
 
     def scales() -> list[torch.Tensor]:
         return caches(shape[:3], torch.float32)
@@ -84,6 +95,6 @@ def new_state(
         controls=torch.tensor([NEUTRAL] * slots, dtype=torch.float32, device=device).view(
             slots, CONTROLS
         ),
-        counts=torch.zeros(vocabulary, dtype=torch.int32, device=device),
-        bias=torch.zeros(vocabulary, dtype=torch.float32, device=device),
+        counts=zeros(vocabulary, torch.int32, device),
+        bias=zeros(vocabulary, torch.float32, device),
     )
