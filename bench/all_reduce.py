@@ -39,7 +39,7 @@ from engine.tune import choose
 
 TUNED_FORMS = {"lamport": "lamport_own_slot", "two_shot": "two_shot_split", "flag": "flag_split"}
 SIZES = [1 << k for k in (10, 12, 14, 16, 18, 20, 22, 23, 24)]
-LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way (measured.md)
+LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way, as the driver says
 CALLS = 160  # all-reduces of a decode replay (80 layers)
 
 

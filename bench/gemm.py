@@ -31,7 +31,7 @@ from engine.kernels.quantize_rows import quantize_rows_ref
 from engine.kernels.silu import silu_mul_ref
 from engine.tune import cache_file, choose, gemm_space
 
-HBM = 4.29e12  # bytes/s, measured copy (shared/research/measured.md)
+HBM = 4.29e12  # bytes/s, measured copy on an H200 (docs/performance.md)
 PEAK = 989e12  # dense BF16 FLOP/s, datasheet; FP8 x FP8 twice that
 POOL_BYTES = 1 << 30
 COLD_BYTES = 200e6  # weights walked over by one replay, where copies fit

@@ -38,7 +38,7 @@ from bench.peer_store_ends import (
 from bench.rows import Rows
 from engine.runtime.links import describe, probe_links
 
-LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way (measured.md)
+LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way, as the driver says
 SWEEP_BYTES = 1 << 24
 PROGRAMS = (16, 32, 64, 132, 264, 528)
 # Block and programs of an exchange. A lane's spins follow one another, so a larger block helps pushes only.

@@ -37,7 +37,7 @@ from engine.runtime.stream_ops import independent, probe_stream_waits, stream_co
 from engine.runtime.stream_signal import Channel, capture
 
 SIZES = (16, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
-LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way (measured.md)
+LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way, as the driver says
 # name: how the consumer waits, how the producer waits for its credit, what moves the payload, PDL
 FORMS = {
     "stream": ("stream", "kernel", "kernel", False),

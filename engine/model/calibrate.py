@@ -20,10 +20,10 @@ from engine.model.gpus import Gpu
 
 PRIOR_WEIGHT = 0.001
 MEAN_OUTPUT = 128  # tokens into the answer at the mean of bench.latency's 256
-# shared/research/measured.md: chains of the four 72B GEMVs x 80 layers under PDL. FP8: 3.13 ms for 8.78 GB and
+# On H200s, 2026-11: chains of the four 72B GEMVs x 80 layers under PDL. FP8: 3.13 ms for 8.78 GB and
 # 10.3 ms for 35.1 GB, both 320 launches; BF16: 16.64 ms for 70.2 GB; one exchange adds 1.15 us. Prefill: cuBLAS
 # reaches about 0.6 of the datasheet peak at 512 tokens.
-EXPERIMENTS = "experiments of shared/research/measured.md"
+EXPERIMENTS = "first experiments on H200s, 2026-11"
 
 
 @dataclass(frozen=True)

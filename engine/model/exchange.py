@@ -61,10 +61,11 @@ class LinkCosts:
         }[algorithm]
         return launches * self.launch_us + flights + sent / self.rate * 1e6
 
-    def crossover(self, world: int) -> float | None:
-        """Bytes from which two-shot wins, in split forms; None at two ranks: it sends as much as one-shot."""
+    def crossover(self, world: int, *, split: bool) -> float | None:
+        """Bytes from which two-shot wins, in split forms (a launch more than one-shot's) or in one launch a rank;
+        None at two ranks: it sends as much as one-shot."""
         saved = (world - 1) * (1 - 2 / world)  # messages that two-shot does not send
-        extra = self.launch_us + self.flight_us
+        extra = self.flight_us + (self.launch_us if split else 0)
         return None if saved == 0 else extra * 1e-6 * self.rate / saved
 
 
@@ -165,7 +166,16 @@ def prediction_table(rows: Sequence[dict[str, Any]] = (), gpu: Gpu = GPUS["h200"
             f"| {line.tp} | {line.name} | {line.nbytes:,} | {line.lamport_us:.2f}{star} | "
             f"{line.two_shot_us:.2f} | {line.flag_us:.2f}{star} | {decode} | {line.chosen} |"
         )
-    crossings = ", ".join(
-        f"{at / 1024:.0f} KB at TP={tp}" for tp in (4, 8) if (at := costs.crossover(tp))
+    one, split = ([costs.crossover(tp, split=forms) for tp in (4, 8)] for forms in (False, True))
+    footer = (
+        f"Two-shot is predicted to win from {_at(one)} in this table's form, one launch a rank, and from {_at(split)} "
+        "in split forms, three launches against two, which the engine runs. "
+        f"`taken` is the heuristic's choice for split forms, two-shot from {_at([TWO_SHOT_BYTES[4], TWO_SHOT_BYTES[8]])}; "
+        "a tuned cache comes before it."
     )
-    return "\n".join([*text, "", f"Two-shot is predicted to win from {crossings}."])
+    return "\n".join([*text, "", footer])
+
+
+def _at(sizes: Iterable[float | None]) -> str:
+    """Bytes at TP 4 and 8 as text."""
+    return " and ".join(f"{at / 1024:.0f} KB at TP={tp}" for tp, at in zip((4, 8), sizes) if at)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.errors import EngineError
 
 # A large device-to-device copy, read + write, against the datasheet: 4.29 of 4.80 TB/s on an H200
-# (shared/research/measured.md). Other HBM cards are assumed to reach the same share.
+# (measured 2026-11). Other HBM cards are assumed to reach the same share.
 COPY_SHARE = 0.894
 
 

@@ -246,7 +246,7 @@ def test_predictions_against_the_measured_rows(gpu, quantization):
             assert statistics.median(left_out) < bound, left_out
 
 
-# vLLM 0.24 on an H200 (shared/research/measured.md): decode tok/s of one sequence, 512 tokens in, 256 out.
+# vLLM 0.24 on an H200, 2026-11: decode tok/s of one sequence, 512 tokens in, 256 out.
 VLLM = [("qwen2.5-7b", None, 1, 210.0), ("qwen2.5-7b", "fp8", 1, 294.6), ("qwen2.5-7b", None, 2, 312.4),
         ("qwen2.5-7b", "fp8", 2, 384.9), ("qwen2.5-72b", "fp8", 1, 47.0), ("qwen2.5-72b", "fp8", 2, 74.4),
         ("qwen2.5-72b", None, 2, 46.3)]  # fmt: skip

@@ -29,11 +29,11 @@ ROWS = [measured("copy_kernel", 1.2), measured("lamport_fused", 2.6), measured("
 
 
 def test_calibration_point_comes_back():
-    """shared/research/measured.md: 16 KB at TP=2, us."""
+    """First experiments on H200s: 16 KB at TP=2, us."""
     costs = link_costs()
     assert costs.us("lamport", 2, CALIBRATION_BYTES) == pytest.approx(2.30)
     assert costs.us("flag", 2, CALIBRATION_BYTES) == pytest.approx(3.82)
-    assert "measured.md" in costs.source
+    assert "H200s, 2026-11" in costs.source
     # The flight that is left must be longer than a bare remote store until it is seen, 0.76 us.
     assert 0.76 < costs.flight_us < costs.flag_us
 
@@ -65,12 +65,15 @@ def test_bytes_and_flights():
 @pytest.mark.parametrize("tp", [4, 8])
 def test_the_heuristics_thresholds_are_where_the_prediction_crosses(tp):
     costs = link_costs()
-    crossing = costs.crossover(tp)
+    crossing = costs.crossover(tp, split=True)
     assert 0.8 < TWO_SHOT_BYTES[tp] / crossing < 1.25
     for nbytes, better in ((crossing * 0.9, "lamport"), (crossing * 1.1, "two_shot")):
         times = {a: costs.us(a, tp, nbytes, SPLIT_LAUNCHES[a]) for a in ("lamport", "two_shot")}
         assert min(times, key=times.get) == better
-    assert costs.crossover(2) is None and TWO_SHOT_BYTES[2] is None
+    at = costs.crossover(tp, split=False)
+    assert at < crossing
+    assert costs.us("lamport", tp, at) == pytest.approx(costs.us("two_shot", tp, at))
+    assert costs.crossover(2, split=True) is None and TWO_SHOT_BYTES[2] is None
 
 
 def test_table_is_marked_and_complete():
@@ -85,6 +88,12 @@ def test_table_is_marked_and_complete():
     assert table.startswith("**A prediction, not a measurement**")
     assert table.count("*") == 4 + 2 and "| 2 | 72B, 1 row | 16,384 | 2.30* |" in table
     assert f"{costs.flight_us:.2f} us" in table
+    assert (
+        "the heuristic's choice for split forms, two-shot from 640 KB at TP=4 and 180 KB" in table
+    )
+    for split, form in ((False, "in this table's form"), (True, "in split forms")):
+        first, second = (costs.crossover(tp, split=split) / 1024 for tp in (4, 8))
+        assert f"from {first:.0f} KB at TP=4 and {second:.0f} KB at TP=8 {form}" in table
 
 
 def test_command_needs_no_gpu(capsys):
