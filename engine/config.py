@@ -198,11 +198,14 @@ class EngineConfig:
 
     def _valid_degrees(self) -> str:
         """The end of a message: the model's TP degrees, if its shape is at hand."""
+        from engine.demo import MODEL_FOLDER, cache_dir
+
+        name = self.model or str(cache_dir() / MODEL_FOLDER)
         try:
-            if self.load_format == "dummy" and not Path(self.model or "").is_dir():
-                model = preset(self.model or "")
+            if self.load_format == "dummy" and not Path(name).is_dir():
+                model = preset(name)
             else:
-                model = from_dir(Path(self.model or "").expanduser())
+                model = from_dir(Path(name).expanduser())
         except EngineError:
             return ""
         return f"; valid degrees of {model.name}: {', '.join(map(str, model.valid_tp()))}"

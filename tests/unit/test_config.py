@@ -18,6 +18,7 @@ from engine.config import (
     preset,
     with_layers,
 )
+from engine.demo import MODEL_FOLDER
 from engine.errors import EngineError
 
 # As Qwen/Qwen2.5-7B-Instruct ships it (transformers 4 style).
@@ -319,15 +320,22 @@ def test_engine_config_refuses(field, value, message):
     assert f"{field}={value!r}" in str(e.value)
 
 
-def test_a_degree_out_of_range_names_those_of_the_model(tmp_path):
+def test_a_degree_out_of_range_names_those_of_the_model(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    demo = tmp_path / "cache" / MODEL_FOLDER
+    demo.mkdir(parents=True)
+    monkeypatch.setenv("ENGINE_CACHE", str(demo.parent))
     for degree in (0, 9):
         with pytest.raises(EngineError, match=r"valid degrees of qwen2.5-7b: 1, 2, 4$"):
             EngineConfig("qwen2.5-7b", load_format="dummy", tensor_parallel_size=degree)
         with pytest.raises(EngineError, match=rf"valid degrees of {tmp_path.name}: 1, 3$"):
             EngineConfig(str(tmp_path), tensor_parallel_size=degree)
-        with pytest.raises(EngineError, match=r"set --tensor-parallel-size$"):
-            EngineConfig("org/unknown", tensor_parallel_size=degree)
+        for name in ("org/unknown", None):  # the demo model is not there yet
+            with pytest.raises(EngineError, match=r"set --tensor-parallel-size$"):
+                EngineConfig(name, tensor_parallel_size=degree)
+    (demo / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(EngineError, match=rf"valid degrees of {MODEL_FOLDER}: 1, 3$"):
+        EngineConfig(tensor_parallel_size=9)
 
 
 def test_engine_config_defaults_and_spellings():
