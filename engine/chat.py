@@ -12,11 +12,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.console import Parser, command, say
 from engine.errors import RequestError
+from engine.generate import checked_llm
 from engine.options import (
     add_engine_options,
     add_sampling_options,
@@ -148,10 +149,11 @@ def _main(args: argparse.Namespace) -> int:
     sampling_params(args)  # a bad value is refused before the model loads
     if not hasattr(args, "max_num_seqs"):
         config = replace(config, max_num_seqs=1)
-    from engine.llm import LLM
 
-    with LLM(**asdict(config), chat_template=args.chat_template) as llm:
+    def check(llm: LLM) -> None:
         llm.encode_chat([{"role": "user", "content": "hi"}])  # refuses a model that cannot chat
+
+    with checked_llm(config, args, check) as llm:
         interrupt = Interrupt()
         session = Session(llm, sampling_params(args, llm.sampling_defaults), args.system_prompt, interrupt)  # fmt: skip
         if threading.current_thread() is threading.main_thread():

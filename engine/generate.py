@@ -143,7 +143,7 @@ def _main(args: argparse.Namespace) -> int:
             with naming(i, len(encoded)):
                 admit(len(prompt["prompt_token_ids"]), params, limit)
 
-    with _checked_llm(config, args, encode) as llm:
+    with checked_llm(config, args, encode) as llm:
         arrival = time.perf_counter() - encode_s  # TTFT has the encoding in it
         params = sampling_params(args, llm.sampling_defaults)
         limits = [_limited(llm, params, p) for p in encoded]
@@ -163,7 +163,7 @@ def _main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _checked_llm(
+def checked_llm(
     config: EngineConfig, args: argparse.Namespace, check: Callable[[LLM], None]
 ) -> LLM:
     """An LLM; `check` sees it before its weights are loaded, and refuses by raising."""
@@ -206,7 +206,7 @@ def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
             if all(item.source in ("prompt", "messages") for item in items):
                 llm.need_tokenizer("a text prompt")
 
-        llm = stack.enter_context(_checked_llm(config, args, check))
+        llm = stack.enter_context(checked_llm(config, args, check))
         params = sampling_params(args, llm.sampling_defaults)
         stats = llm.stats()
 

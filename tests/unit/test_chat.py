@@ -160,3 +160,10 @@ def test_a_signal_ends_generate_within_five_seconds(demo, number, code):
         assert time.monotonic() - started < 5
     finally:
         terminal.end()
+
+
+def test_a_model_that_cannot_chat_is_refused_before_it_loads(monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr("engine.runtime.create_executor", lambda *_: made.append(1))
+    assert chat.main(["qwen2.5-0.5b", "--dummy-weight"]) == 2
+    assert "chat needs a tokenizer" in capsys.readouterr().err and made == []
