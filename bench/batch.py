@@ -9,11 +9,11 @@ the others add the tail's launches).
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
-from bench.deployment import facts, parse
+from bench.deployment import each, facts, parse, parser
+from bench.latency import decode_ahead
 from bench.rows import Rows
 from engine.config import preset
 from engine.roof import roof_share
@@ -35,12 +35,9 @@ def step_s(executor, slots: list[int], draw: Draw, steps: int) -> float:
         ids = [(i * 7919 + 31 * slot + 13) % 150000 for i in range(PROMPT)]
         executor.read(executor.prefill(slot, ids, 0, draw))
     executor.read(executor.decode(slots))
-    begin, handles, queued = time.perf_counter(), [], 0
-    for _ in range(steps):
-        while queued < steps and len(handles) < executor.max_in_flight:
-            handles.append(executor.decode(slots))
-            queued += 1
-        executor.read(handles.pop(0))
+    begin = time.perf_counter()
+    for _ in decode_ahead(executor, slots, steps):
+        pass
     return (time.perf_counter() - begin) / steps
 
 
@@ -55,9 +52,10 @@ def measure(rows: Rows, text: str, steps: int, iters: int) -> None:
         return statistics.median(step_s(executor, slots, draw, steps) for _ in range(iters))
 
     try:
-        one = median([0], GREEDY)
+        one = 0.0
         for count in (1, 2, 4, 8):
             took = median(list(range(count)), GREEDY)
+            one = one or took
             share = roof_share(roof, count * (PROMPT + steps / 2), took)
             rows.add("batch_tok_s", count / took, "tok/s", share=share, rows=count, **named)
             print(f"{text} rows {count}: step {took * 1e3:.3f} ms, {count / took:.1f} tok/s together, "
@@ -72,19 +70,12 @@ def measure(rows: Rows, text: str, steps: int, iters: int) -> None:
 
 def main() -> None:
     """Deployments as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("deployments", nargs="+")
-    parser.add_argument("--steps", type=int, default=64, help="decode steps of a timing")
-    parser.add_argument("--iters", type=int, default=3)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=64, help="decode steps of a timing")
+    options.add_argument("--iters", type=int, default=3)
+    args = options.parse_args()
     rows = Rows("batch")
-    for text in args.deployments:
-        try:
-            measure(rows, text, args.steps, args.iters)
-        except Exception as e:  # one broken deployment must not cost the card time of the others
-            print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
+    each(args.deployments, lambda text: measure(rows, text, args.steps, args.iters))
 
 
 if __name__ == "__main__":

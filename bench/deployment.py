@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine.config import EngineConfig
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of a script that measures one deployment after the other."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    made.add_argument(
+        "deployments", nargs="+", help="such as qwen2.5-7b:none:1 qwen2.5-72b:fp8:2:8"
+    )
+    return made
+
+
+def each(deployments: Iterable[str], measure: Callable[[str], object]) -> None:
+    """Measure every one; a broken deployment is a line, and must not cost the card time of the others."""
+    for text in deployments:
+        try:
+            measure(text)
+        except Exception as e:
+            print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
 
 
 def parse(text: str, **options: Any) -> EngineConfig:

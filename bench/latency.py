@@ -12,7 +12,7 @@ import argparse
 import statistics
 import time
 
-from bench.deployment import facts, parse
+from bench.deployment import each, facts, parse, parser
 from bench.rows import Rows
 from engine.config import preset
 from engine.roof import roof_share
@@ -22,17 +22,23 @@ from engine.runtime import create_executor
 def generate(executor, ids, tokens, slot=0):
     """(ids, seconds to the first token, seconds per later token): steps are queued ahead of the reads."""
     start = time.perf_counter()
-    handles = [executor.prefill(slot, ids)]
-    out = executor.read(handles.pop())
+    out = executor.read(executor.prefill(slot, ids))
     first = time.perf_counter()
-    queued = 1
-    while len(out) < tokens:
-        while queued < tokens and len(handles) < executor.max_in_flight:
-            handles.append(executor.decode([slot]))
-            queued += 1
-        out += executor.read(handles.pop(0))
+    for row in decode_ahead(executor, [slot], tokens - 1):
+        out += row
     end = time.perf_counter()
     return out, first - start, (end - first) / (tokens - 1)
+
+
+def decode_ahead(executor, slots, steps):
+    """The ids of each of `steps` decode steps of these slots, as they are read; the next ones are queued already."""
+    handles: list[int] = []
+    queued = 0
+    for _ in range(steps):
+        while queued < steps and len(handles) < executor.max_in_flight:
+            handles.append(executor.decode(slots))
+            queued += 1
+        yield executor.read(handles.pop(0))
 
 
 def measure(rows: Rows, args: argparse.Namespace, text: str) -> None:
@@ -64,23 +70,14 @@ def measure(rows: Rows, args: argparse.Namespace, text: str) -> None:
 
 def main() -> None:
     """Measure each of the deployments given as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "deployments", nargs="+", help="such as qwen2.5-7b:none:1 qwen2.5-72b:fp8:2:8"
-    )
-    parser.add_argument("--input-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--iters", type=int, default=5)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--input-len", type=int, default=512)
+    options.add_argument("--output-len", type=int, default=256)
+    options.add_argument("--max-model-len", type=int, default=2048)
+    options.add_argument("--iters", type=int, default=5)
+    args = options.parse_args()
     rows = Rows("latency")
-    for text in args.deployments:
-        try:
-            measure(rows, args, text)
-        except Exception as e:  # one broken deployment must not cost the card time of the others
-            print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
+    each(args.deployments, lambda text: measure(rows, args, text))
 
 
 if __name__ == "__main__":

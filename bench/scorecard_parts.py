@@ -54,6 +54,7 @@ def links(rows: Rows) -> None:
     """The probe's matrix, and what a copy reaches over each link."""
     import torch
 
+    from engine.runtime.bandwidth import event_seconds
     from engine.runtime.links import describe, probe_links
 
     matrix = probe_links()
@@ -64,16 +65,9 @@ def links(rows: Rows) -> None:
     for link in matrix.links:
         here = source.to(f"cuda:{link.source}")
         there = torch.empty_like(here, device=f"cuda:{link.target}")
-        rates = []
         with torch.cuda.device(link.source):
-            for _ in range(6):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                there.copy_(here)
-                end.record()
-                end.synchronize()
-                rates.append(here.nbytes / start.elapsed_time(end) / 1e6)
-        rate = statistics.median(rates[1:])
+            times = event_seconds(lambda: there.copy_(here), 6)  # noqa: B023
+        rate = here.nbytes / statistics.median(times[1:]) / 1e9
         name = f"copy GPU {link.source} -> GPU {link.target}, {link.kind}"
         roof = gpu_named(matrix.names[0]).link
         rows.add("link_gb_s", rate, "GB/s", algorithm=name, share=rate * 1e9 / roof)

@@ -9,10 +9,9 @@ step is overlap won (negative) or waiting that belongs to no stage.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
-from bench.deployment import parse
+from bench.deployment import parse, parser
 from bench.rows import Rows
 from engine.kernels import gemv_poll
 from engine.model import GPUS
@@ -55,16 +54,13 @@ def measure(rows: Rows, deployment: Deployment, layers: int | None) -> None:
 
 def main() -> None:
     """Deployments as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("deployments", nargs="+")
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--layers", type=int, help="default: 2 GiB worth of weights")
-    parser.add_argument("--poll-bytes", type=int, default=gemv_poll.MOST_BYTES,
+    options = parser(__doc__)
+    options.add_argument("--rows", type=int, default=1)
+    options.add_argument("--context", type=int, default=512)
+    options.add_argument("--layers", type=int, help="default: 2 GiB worth of weights")
+    options.add_argument("--poll-bytes", type=int, default=gemv_poll.MOST_BYTES,
                         help="messages up to here are polled by the next GEMV (0: by a launch)")  # fmt: skip
-    args = parser.parse_args()
+    args = options.parse_args()
     gemv_poll.MOST_BYTES = args.poll_bytes
     rows = Rows("stages")
     for text in args.deployments:

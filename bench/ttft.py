@@ -9,19 +9,19 @@ synchronisations are counted in a CUPTI trace (torch.profiler) of a request of 5
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 
 import torch
 
-from bench.deployment import facts, parse
+from bench.deployment import each, facts, parse, parser
 from bench.latency import generate
 from bench.rows import Rows
 from engine.config import preset
 from engine.profiling.plots import pyplot
 from engine.runtime import create_executor
+from engine.runtime.bandwidth import event_seconds
 
 SQUARE = 8192  # of the matrix product that measures the rate
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
@@ -31,14 +31,7 @@ WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 def matrix_rate() -> float:
     """FLOP/s of a large BF16 cuBLAS product on this card, median of 10."""
     a, b = (torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = []
-    for _ in range(13):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        a @ b
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
+    times = event_seconds(lambda: a @ b, 13)
     return 2 * SQUARE**3 / statistics.median(times[3:])
 
 
@@ -117,25 +110,24 @@ def draw(curves: dict[str, Sequence[tuple[int, float, float]]], path: str) -> No
 
 def main() -> None:
     """Deployments as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("deployments", nargs="+")
-    parser.add_argument("--input-lens", default="16,64,128,512,2048,8192")
-    parser.add_argument("--iters", type=int, default=10)
-    parser.add_argument("--prefill-activations", choices=("auto", "16bit", "fp8"), default="auto")
-    parser.add_argument("--png", help="plot (needs matplotlib)")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--input-lens", default="16,64,128,512,2048,8192")
+    options.add_argument("--iters", type=int, default=10)
+    options.add_argument("--prefill-activations", choices=("auto", "16bit", "fp8"), default="auto")
+    options.add_argument("--png", help="plot (needs matplotlib)")
+    args = options.parse_args()
     rows, rate = Rows("ttft"), matrix_rate()
     print(f"matrix rate {rate / 1e12:.0f} TFLOP/s (cuBLAS BF16, {SQUARE}^3)")
-    curves = {}
-    for text in args.deployments:
+    curves: dict[str, list[tuple[int, float, float]]] = {}
+
+    def curve(text: str) -> None:
         begin = time.perf_counter()
         try:
             curves[text] = measure(rows, args, text, rate)
-        except Exception as e:  # one broken deployment must not cost the card time of the others
-            print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
-        print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
+        finally:
+            print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
+
+    each(args.deployments, curve)
     if args.png and curves:
         draw(curves, args.png)
 

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+
+
+def event_seconds(body: Callable[[], object], count: int) -> list[float]:
+    """Time of each of `count` calls of `body` on the current stream, first ones included."""
+    times = []
+    for _ in range(count):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        body()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return times
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -15,14 +31,7 @@ def copy_bandwidth(device: torch.device) -> float:
     with torch.cuda.device(device):
         a = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
         b = torch.empty_like(a)
-        times = []
-        for _ in range(8):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            b.copy_(a)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e-3)
+        times = event_seconds(partial(b.copy_, a), 8)
         del a, b
         torch.cuda.empty_cache()
     return 2 * size / sorted(times[2:])[3]
