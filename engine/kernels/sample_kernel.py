@@ -75,7 +75,6 @@ _PRESENCE = tl.constexpr(PRESENCE)
 _COUNTED = tl.constexpr(COUNTED)
 _BIASED = tl.constexpr(_BIASED_COLUMN)
 _CONTROLS = tl.constexpr(CONTROLS)
-_PASSES = tl.constexpr(PASSES)
 _SUMS = tl.constexpr(SUMS)
 _PEAK_NONE = tl.constexpr(PEAK_NONE)
 

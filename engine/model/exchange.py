@@ -38,7 +38,6 @@ MESSAGES = (
     ("72B, 512 tokens", 512 * 8192 * 2),
     ("72B, 2048 tokens", 2048 * 8192 * 2),
 )
-SPLIT_LAUNCHES = {"lamport": 2, "two_shot": 3, "flag": 2}
 
 
 @dataclass(frozen=True)

@@ -111,11 +111,6 @@ def cached(op: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
     return _state.entries[op].get(key_string(op, key))
 
 
-def is_cached(op: str, key: Mapping[str, Any]) -> bool:
-    """Whether the cache (not an override, not the heuristic) has this very key."""
-    return cached(op, key) is not None
-
-
 def misses() -> dict[str, int]:
     """Choices since `set_target` that fell through to a heuristic: {"gemm: t=512,...": times}."""
     return dict(_state.misses)

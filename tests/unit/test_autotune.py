@@ -116,8 +116,8 @@ def test_ctrl_c_keeps_what_is_done(no_cache, monkeypatch):
     assert autotune.main(FP8_7B) == 130
     assert made[0].closed and made[0].tried == [37888]
     choose.set_target("NVIDIA H200", 132)
-    assert choose.is_cached("gemv", {"n": 37888, "k": 3584, "weight_dtype": "fp8"})
-    assert not choose.is_cached("gemv", {"n": 4608, "k": 3584, "weight_dtype": "fp8"})
+    assert choose.cached("gemv", {"n": 37888, "k": 3584, "weight_dtype": "fp8"}) is not None
+    assert choose.cached("gemv", {"n": 4608, "k": 3584, "weight_dtype": "fp8"}) is None
 
 
 def save_gemvs(wide: bool) -> None:
