@@ -104,16 +104,14 @@ def _flops(op: Op, graph: Graph, context: int) -> float:
 
 
 def _message_bytes(op: Op, graph: Graph, act_bytes: int) -> int:
-    """What crosses the links: one-shot sends the whole message to every peer, each half of two-shot a shard of
-    it; the flag barrier's reader fetches the whole one from every peer."""
-    halves = op.kind in ("two_shot_scatter", "two_shot_reduce")
-    carried = (
-        op.kind in ("push", "argmax_push", "flag_reduce") or op.attrs.get("epilogue") == "push"
-    )
-    if not halves and not carried:
+    """What crosses the links while nothing else runs: one-shot sends the whole message to every peer; the flag
+    barrier's reader fetches the whole one from every peer; two-shot sends the own rows, in FP8 if they are quantised
+    (the first half of it travels while its GEMM runs)."""
+    one_shot = op.kind in ("push", "argmax_push", "flag_reduce")
+    if not one_shot and op.kind != "two_shot_reduce" and op.attrs.get("epilogue") != "push":
         return 0
-    whole = (graph.tp - 1) * value_bytes(op.out, act_bytes)
-    return whole // graph.tp if halves else whole
+    whole = (graph.tp - 1) * value_bytes(op.out, 1 if op.attrs.get("quantize") else act_bytes)
+    return whole // graph.tp if op.kind == "two_shot_reduce" else whole
 
 
 def add_up(costs: Iterable[Cost]) -> Cost:

@@ -31,7 +31,7 @@ from tests.graph.models import Lockstep, save_model
 PROMPT = [5, 17, 99, 3, 42, 42, 7, 150, 11, 8, 64]
 STEPS = {
     "lamport": ["push", "poll_residual"],
-    "two_shot": ["two_shot_scatter", "two_shot_reduce", "two_shot_gather"],
+    "two_shot": ["linear", "two_shot_publish", "two_shot_reduce", "two_shot_gather"],
     "flag": ["flag_publish", "flag_reduce"],
     "nccl": ["push", "nccl_gather", "poll_residual"],
 }

@@ -16,6 +16,7 @@ from engine.graph.passes.merge_qkv import merge_qkv
 from engine.graph.passes.place_all_reduce import place_all_reduce
 from engine.graph.passes.quantize_prefill import quantize_prefill
 from engine.graph.passes.rope_pairs import rope_pairs
+from engine.graph.passes.split_rows import split_rows
 from engine.graph.verify import verify
 
 Pass = Callable[[Graph], Graph]
@@ -27,6 +28,7 @@ PASSES: tuple[Pass, ...] = (
     merge_gate_up,
     eliminate_dead,
     fuse_norm,
+    split_rows,
     lower_collectives,
     fuse_epilogue,
     fuse_poll,

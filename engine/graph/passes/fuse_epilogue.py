@@ -2,7 +2,7 @@
 
 SiLU x up and the residual add in both phases; RoPE + KV append and the push to the peers in decode,
 where one program holds whole output elements (in prefill they are passes over a tile's worth of bytes
-and stay kernels of their own). The vocabulary maxima wherever lm_head is a GEMV; it keeps its logits.
+and stay kernels of their own); in prefill the way of each row to its owner. The vocabulary maxima wherever lm_head is a GEMV; it keeps its logits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from engine.graph.facts import GEMV_MAX_ROWS
 from engine.graph.ir import Graph, Op, make_op
 
 _PREFILL = {"silu_mul": "silu_mul", "add": "residual", "argmax_partial": "maxima"}
+_PREFILL["two_shot_scatter"] = "two_shot_scatter"
 _DECODE = {**_PREFILL, "rope_append": "rope_append", "push": "push"}
 # The role of the linear's result, if it is not x.
 _READS = {"rope_append": "qkv", "argmax_partial": "logits"}
