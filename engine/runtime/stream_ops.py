@@ -148,7 +148,9 @@ def independent(waiting: Sequence[torch.cuda.Stream], working: torch.cuda.Stream
 
     False: some share a hardware queue; take other streams, fewer at a time, or in-kernel waits.
     """
-    held = [stream for stream in dict.fromkeys(waiting) if stream != working]
+    held = list(dict.fromkeys(waiting))
+    if working in held:
+        return False
     for stream in (*held, working):  # what is not loaded would be now, and wait for the gate
         some_work(stream)
         if not finishes(stream, TRIAL_S):
