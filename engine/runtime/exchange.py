@@ -95,4 +95,7 @@ def planned_exchange(
         if algorithm == "lamport" and slots:
             algorithm, polled = "polled", slots
         messages.append((algorithm, nbytes))
+        if n > GEMV_MAX_ROWS:  # a prefill: its last layer sums one row (passes/hoist_last_row.py)
+            row = hidden * act_bytes
+            messages.append((all_reduce_algorithm(world, row, algorithms), row))
     return exchange_sizes(world, messages, polled)
