@@ -132,7 +132,9 @@ def test_fp8_activations_are_held_against_the_fp8_peak():
         rows = 80 * 2048 if stage == "qkv" else 79 * 2048 + 1
         whole = wide[stage].flops
         assert narrow[stage].flops == whole > 0
-        assert narrow[stage].fp8_flops == pytest.approx(whole * (1 - (rows % 2048) / rows), rel=1e-12)
+        assert narrow[stage].fp8_flops == pytest.approx(
+            whole * (1 - (rows % 2048) / rows), rel=1e-12
+        )
         assert narrow[stage].arithmetic_s(H200) == pytest.approx(
             wide[stage].arithmetic_s(H200) * 989 / 1979, rel=1e-5
         )
