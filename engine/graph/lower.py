@@ -15,7 +15,7 @@ import torch
 from engine.graph.facts import ALGORITHM, GEMV_MAX_ROWS, choice
 from engine.graph.ir import Graph, Op, Value
 from engine.graph.lower_exchange import ExchangeOps
-from engine.graph.plan import BufferPlan, arena_outputs, value_bytes
+from engine.graph.plan import BufferPlan, arena_outputs, read_bytes, value_bytes
 from engine.kernels import argmax, sample
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.embedding import embedding
@@ -170,7 +170,7 @@ class _Lowering(ExchangeOps):
                 loaded = self.rank.weights[value.name]
                 total += loaded.weight.nbytes + (0 if loaded.scale is None else loaded.scale.nbytes)
             elif value.kind == "temp":
-                total += value_bytes(value, item)
+                total += read_bytes(op, value, item)
         return total + sum(value_bytes(value, item) for value in arena_outputs(op))
 
     # Ops

@@ -34,6 +34,11 @@ def value_bytes(value: Value, act_bytes: int) -> int:
     return count * ITEMSIZE.get(value.dtype, act_bytes)
 
 
+def read_bytes(op: Op, value: Value, act_bytes: int) -> int:
+    """Bytes that the op reads of a temp: the whole, but of gather_row its one row."""
+    return value_bytes(op.out if op.kind == "gather_row" else value, act_bytes)
+
+
 def _aligned(value: Value, act_bytes: int) -> int:
     return -(-value_bytes(value, act_bytes) // ALIGN) * ALIGN
 

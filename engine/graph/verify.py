@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.graph.ir import OP_KINDS, SENDS, Graph, Op, Value
 
 
@@ -84,6 +86,8 @@ def _check_op(op: Op, tp: int, where: str) -> None:
         _check_sum(op, where)
     elif op.kind == "all_reduce":
         _check_partial(op.input("x"), where)
+    elif op.kind == "gather_row":
+        _check_gathered(op.input("x"), op.out, where)
     elif op.kind in {"rmsnorm", "rmsnorm_quantize"}:
         if op.input("x").sharding != "replicated" or shapes["weight"] != shapes["x"][-1:]:
             raise GraphError(f"{where}: a norm needs whole rows: {shapes}")
@@ -133,6 +137,11 @@ def _check_two_shot(op: Op, where: str) -> None:
 def _check_maxima(logits: Value, best: Value, where: str) -> None:
     if logits.dtype != "f32" or best.dtype != "f32" or best.shape != (logits.shape[0], 2):
         raise GraphError(f"{where}: maxima of {logits.dtype} {logits.shape} -> {best.shape}")
+
+
+def _check_gathered(x: Value, row: Value, where: str) -> None:
+    if x.sharding == "partial" or row != replace(x, name=row.name, shape=(1, *x.shape[1:])):
+        raise GraphError(f"{where}: a row of {x.sharding} {x.shape} -> {row.sharding} {row.shape}")
 
 
 def _check_sum(op: Op, where: str) -> None:

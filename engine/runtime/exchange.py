@@ -102,4 +102,6 @@ def planned_exchange(
         if algorithm == "lamport" and slots:
             algorithm, polled = "polled", slots
         messages.append((algorithm, n, hidden))
+        if n > GEMV_MAX_ROWS:  # a prefill: its last layer sums one row (passes/hoist_last_row.py)
+            messages.append((all_reduce_algorithm(world, 1, hidden, algorithms), 1, hidden))
     return exchange_sizes(world, messages, polled, act_bytes)

@@ -10,6 +10,7 @@ from engine.graph.passes.eliminate_dead import eliminate_dead
 from engine.graph.passes.fuse_epilogue import fuse_epilogue
 from engine.graph.passes.fuse_norm import fuse_norm
 from engine.graph.passes.fuse_poll import fuse_poll
+from engine.graph.passes.hoist_last_row import hoist_last_row
 from engine.graph.passes.lower_collectives import lower_collectives
 from engine.graph.passes.merge_gate_up import merge_gate_up
 from engine.graph.passes.merge_qkv import merge_qkv
@@ -23,6 +24,7 @@ Pass = Callable[[Graph], Graph]
 
 PASSES: tuple[Pass, ...] = (
     place_all_reduce,
+    hoist_last_row,
     merge_qkv,
     rope_pairs,
     merge_gate_up,
