@@ -10,7 +10,9 @@ it lacks its wait.
     read(area, source)  waits until the location is not armed, then must find this call's message;
                         source ALL: one poll that finds all sources' messages there
     clear(area)         arms all sources' locations of this chunk in the own memory
-    flag operations     see `Flag`
+    publish, pull       the own data; a peer's, which must be this call's
+    put, get            data into a peer's memory; from the own, which must be this call's
+    signal, await       this call's epoch into a peer's flag; waits until the own flag is there
 
 A protocol fails by a stale read, an overwrite of a location that was not re-armed, or a hang.
 """
@@ -26,12 +28,13 @@ ALL = -1
 
 
 class Op(NamedTuple):
-    kind: str  # store, read, clear, publish, signal, await, pull
+    kind: str  # store, read, clear, publish, pull, put, get, signal, await
     area: int
     peer: int
     call: int
     chunk: int
     size: int = 1  # chunks of the message: source q's chunk c lies at q * size + c of the area
+    rank: int = -1  # whose it is, where several share a stream; else the stream's
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,17 @@ class Violation(Exception):
 
 
 class Machine:
-    """All ranks' kernels and memory. A state is hashable: (per-rank progress, memory)."""
+    """All ranks' kernels and memory; `kernels` of each stream, which is a rank's or that of several (`Op.rank`). A
+    state is hashable: (per-stream progress, memory). Flags begin at `epoch`."""
 
     def __init__(
-        self, kernels: list[list[Kernel]], bits: int = 32, wrap_aware: bool = True
+        self, kernels: list[list[Kernel]], bits: int = 32, wrap_aware: bool = True, epoch: int = 0
     ) -> None:
         self.kernels = kernels
         self.world = len(kernels)
         self.modulus = 1 << bits
         self.wrap_aware = wrap_aware
+        self.epoch = epoch % self.modulus
         self.keys: dict[tuple, int] = {}
         self.initial_memory: list[int] = []
         for rank, sequence in enumerate(kernels):
@@ -71,9 +76,16 @@ class Machine:
                             for key in self._touched(rank, op):
                                 if key not in self.keys:
                                     self.keys[key] = len(self.keys)
-                                    self.initial_memory.append(0 if key[0] == "flag" else ARMED)
+                                    self.initial_memory.append(
+                                        self.epoch if key[0] == "flag" else ARMED
+                                    )
 
     def _touched(self, rank: int, op: Op) -> list[tuple]:
+        rank = rank if op.rank < 0 else op.rank
+        if op.kind == "put":  # peer: whose memory; the own place there
+            return [("data", op.peer, op.area, rank, op.chunk)]
+        if op.kind == "get":  # peer: whose place in the own memory
+            return [("data", rank, op.area, op.peer, op.chunk)]
         if op.kind == "store":
             return [("word", op.peer, op.area, rank * op.size + op.chunk)]
         if op.kind == "read":
@@ -126,11 +138,14 @@ class Machine:
             return all(memory[self.keys[key]] != ARMED for key in self._touched(rank, op))
         if op.kind == "await":
             flag = memory[self.keys[self._touched(rank, op)[0]]]
-            target = (op.call + 1) % self.modulus
+            target = self._epoch(op)
             if self.wrap_aware:
                 return (flag - target) % self.modulus < self.modulus // 2
             return flag >= target
         return True
+
+    def _epoch(self, op: Op) -> int:
+        return (self.epoch + op.call + 1) % self.modulus
 
     def step(self, state: tuple, move: tuple[int, int, int, int]) -> tuple:
         ranks, memory = state
@@ -145,17 +160,19 @@ class Machine:
             if cells[touched[0]] != ARMED:
                 raise Violation(f"overwrite: rank {rank} call {op.call} into rank {op.peer}")
             cells[touched[0]] = op.call
-        elif op.kind in ("read", "pull"):
+        elif op.kind in ("read", "pull", "get"):
             for cell in touched:
                 if cells[cell] != op.call:
-                    raise Violation(f"stale: rank {rank} call {op.call} read call {cells[cell]}")
+                    raise Violation(
+                        f"stale: stream {rank} call {op.call} read call {cells[cell]} in area {op.area}"
+                    )
         elif op.kind == "clear":
             for cell in touched:
                 cells[cell] = ARMED
-        elif op.kind == "publish":
+        elif op.kind in ("publish", "put"):
             cells[touched[0]] = op.call
         elif op.kind == "signal":
-            cells[touched[0]] = (op.call + 1) % self.modulus
+            cells[touched[0]] = self._epoch(op)
         done |= 1 << i
         if done == (1 << len(stages[stage])) - 1:
             stage, done = stage + 1, 0
@@ -224,13 +241,12 @@ def randomised(machine: Machine, runs: int, seed: int = 0) -> str | None:
 @dataclass(frozen=True)
 class Exchange:
     """One exchange: the area it uses, and the areas that its poll re-arms (its own one: after
-    reading). `first`: where in the area its messages begin.
+    reading).
     """
 
     area: int
     clears: tuple[int, ...]
     chunks: int = 0  # size of the message where it is not the graph's own (0)
-    first: int = 0
     polled: bool = False  # by a consumer in its prologue: every program reads every chunk
 
 
@@ -267,7 +283,7 @@ def split_form(
     kernels = []
     for call, exchange in enumerate(exchanges):
         size = exchange.chunks or programs
-        places = range(exchange.first, exchange.first + size)
+        places = range(size)
         shared = read_all or exchange.polled
         push = tuple((_pushes(exchange, call, c, world, size),) for c in places)
         poll = tuple(_polls(exchange, call, c, world, size, shared, fine) for c in places)
@@ -279,19 +295,15 @@ def fused_form(
     exchanges: list[Exchange],
     world: int,
     programs: int = 1,
-    per_kernel: int = 1,
     fine: bool = False,
 ) -> list[list[Kernel]]:
-    """`per_kernel` exchanges in one launch: 1 = one-shot, 2 = two-shot (scatter and gather)."""
+    """Push and poll in one launch."""
     kernels = []
-    for start in range(0, len(exchanges), per_kernel):
+    for call, exchange in enumerate(exchanges):
         bodies = []
         for c in range(programs):
-            stages: tuple[tuple[Op, ...], ...] = ()
-            for call in range(start, start + per_kernel):
-                stages += (_pushes(exchanges[call], call, c, world, programs),)
-                stages += _polls(exchanges[call], call, c, world, programs, False, fine)
-            bodies.append(stages)
+            push = _pushes(exchange, call, c, world, programs)
+            bodies.append((push, *_polls(exchange, call, c, world, programs, False, fine)))
         kernels.append(Kernel(tuple(bodies)))
     return [kernels] * world
 
@@ -315,3 +327,66 @@ def flag_form(
         else:
             kernels.append(Kernel(tuple(a + b for a, b in zip(publish, reduce))))
     return [kernels] * world
+
+
+PARTIALS, Y = 0, 1  # areas of the two-shot exchange (engine/kernels/two_shot.py)
+PUBLISH = -1  # its flag; those of the reduce's programs count from 0
+TWO_SHOT = ("gemm", "publish", "reduce", "gather", "read")
+
+
+def two_shot_form(
+    calls: int, world: int, programs: int = 1, *, order: tuple[str, ...] = TWO_SHOT,
+    early: tuple[str, ...] = (), before: str = "", publish_waits: bool = True, store_first: bool = True,
+) -> list[list[Kernel]]:  # fmt: skip
+    """The two-shot exchange by rows; each rank's rows are `programs` chunks, one a program of the reduce.
+
+    A GEMM puts the partial sums of each owner's rows there (PARTIALS), a launch publishes; the reduce waits for all
+    ranks' publishes, reads, puts y of its rows everywhere (Y) and signals by program; the gather waits for all
+    programs; then `read`, the launch that reads all of y. Variants: steps left out of `order`; the next call's
+    `early` steps in front of this one's `before`; a publish that lacks its wait under PDL; flags that are not ordered
+    behind the row's stores (store_first False).
+    """
+
+    def kernel(name: str, r: int, call: int) -> Kernel:
+        ranks, chunks = range(world), range(programs)
+
+        def every(kind: str, area: int, places) -> tuple[Op, ...]:
+            return tuple(Op(kind, area, q, call, c, rank=r) for q in ranks for c in places)
+
+        if name == "gemm":
+            return Kernel(((every("put", PARTIALS, chunks),),))
+        if name == "publish":
+            return Kernel(((every("signal", 0, (PUBLISH,)),),), publish_waits)
+        if name == "gather":
+            return Kernel(((every("await", 0, chunks),),))
+        if name == "read":
+            return Kernel(((every("get", Y, chunks),),))
+        bodies = []
+        for c in chunks:
+            waits, reads = every("await", 0, (PUBLISH,)), every("get", PARTIALS, (c,))
+            stores, signals = every("put", Y, (c,)), every("signal", 0, (c,))
+            last = (stores, signals) if store_first else (stores + signals,)
+            bodies.append((waits, reads, *last))
+        return Kernel(tuple(bodies))
+
+    steps: list[tuple[str, int]] = []
+    for call in range(calls):
+        for name in order:
+            if name == before and call + 1 < calls:
+                steps += [(step, call + 1) for step in early]
+            if not call or name not in early:
+                steps.append((name, call))
+    return [[kernel(name, r, call) for name, call in steps] for r in range(world)]
+
+
+def on_streams(
+    ranks: list[list[Kernel]], sharing: int, lockstep: bool = True
+) -> list[list[Kernel]]:
+    """Ranks that name themselves (`Op.rank`), `sharing` of them a device: launch by launch, all ranks of it before
+    the next launch; not lockstep: one rank after the other."""
+    streams = []
+    for first in range(0, len(ranks), sharing):
+        here = ranks[first : first + sharing]
+        columns = zip(*here) if lockstep else here
+        streams.append([kernel for column in columns for kernel in column])
+    return streams

@@ -7,13 +7,17 @@ import pytest
 
 from engine.kernels.slots import clear_slot, lamport_slots
 from tests.unit.protocol_model import (
+    PARTIALS,
     Exchange,
     Machine,
+    Y,
     exhaustive,
     flag_form,
     fused_form,
+    on_streams,
     randomised,
     split_form,
+    two_shot_form,
 )
 
 
@@ -139,31 +143,6 @@ def test_messages_of_different_sizes_alternate_in_one_graph(sizes):
     caught(split_form(left * 3, 2))
 
 
-def graphs_of_two_algorithms(world: int, calls: int, replays: int, own_slot: bool = True):
-    """Decode by one-shot and prefill by two-shot take turns on the engine's two slots: a slot holds `world`
-    messages of 2 chunks, or a scatter area of `world` shards of 1 chunk and a gather area behind it. Each poll
-    re-arms what it read; own_slot False: the gather re-arms its own words only, the reduce nothing."""
-    exchanges = []
-    for replay in range(replays):
-        for site in range(calls):
-            slot = site % 2
-            if replay % 2 == 0:
-                exchanges.append(Exchange(slot, (slot,), 2))
-            else:
-                exchanges.append(Exchange(slot, (slot,) if own_slot else (), 1))
-                exchanges.append(Exchange(slot, (slot,), 1, first=world))
-        exchanges.append(Exchange(100, (100,), 1))
-    return exchanges
-
-
-def test_graphs_of_different_algorithms_share_their_slots():
-    assert exhaustive(Machine(split_form(graphs_of_two_algorithms(2, 2, 3), 2))) is None
-    for world in (3, 4):
-        exchanges = graphs_of_two_algorithms(world, 4, 4)
-        assert randomised(Machine(split_form(exchanges, world, fine=True)), 20) is None
-    caught(split_form(graphs_of_two_algorithms(2, 2, 3, own_slot=False), 2))
-
-
 def with_argmax(calls: int, replays: int, slots: int | None = None):
     """A decode step: all-reduces, then the argmax exchange in its single slot (area 100)."""
     step = engine_rotation(calls, 1) if calls else []
@@ -173,29 +152,6 @@ def with_argmax(calls: int, replays: int, slots: int | None = None):
 @pytest.mark.parametrize("calls", [2, 3, 4])
 def test_argmax_slot_between_all_reduces(calls):
     assert exhaustive(Machine(split_form(with_argmax(calls, 3), 2))) is None
-
-
-def two_shot(calls: int, slots: int, replays: int, together: bool):
-    """Scatter areas 2s, gather areas 2s + 1. together: the gather re-arms both areas of a slot
-    (S >= 3); else each poll re-arms what it read."""
-    exchanges = []
-    for _ in range(replays):
-        for site in range(calls):
-            use, clear = site % slots, clear_slot(site, slots)
-            both = (2 * clear, 2 * clear + 1)
-            exchanges.append(Exchange(2 * use, () if together else (2 * use,)))
-            exchanges.append(Exchange(2 * use + 1, both if together else (2 * use + 1,)))
-    return exchanges
-
-
-def test_two_shot():
-    assert exhaustive(Machine(split_form(two_shot(3, 3, 2, True), 2))) is None
-    assert exhaustive(Machine(split_form(two_shot(2, 2, 3, False), 2))) is None
-    assert exhaustive(Machine(fused_form(two_shot(3, 3, 2, True), 2, 1, per_kernel=2))) is None
-    assert exhaustive(Machine(fused_form(two_shot(2, 2, 3, False), 2, 1, per_kernel=2))) is None
-    for together, slots in ((True, 3), (False, 2)):
-        exchanges = two_shot(slots, slots, 3, together)
-        assert randomised(Machine(fused_form(exchanges, 3, 2, per_kernel=2, fine=True)), 20) is None
 
 
 @pytest.mark.parametrize(("world", "programs"), [(3, 2), (4, 1), (4, 2)])
@@ -212,6 +168,30 @@ def test_flag_barrier(split):
     assert exhaustive(Machine(flag_form(4, 3, 1, split=split), bits=4)) is None
     assert exhaustive(Machine(flag_form(4, 2, 2, split=split), bits=4)) is None
     assert randomised(Machine(flag_form(40, 4, 2, split=split), bits=4), 5) is None
+
+
+WRAP = dict(bits=3, epoch=6)  # epochs 7, 0, 1, ...
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+@pytest.mark.parametrize(("calls", "programs"), [(2, 1), (3, 1), (2, 2)])
+def test_two_shot_exhaustively(calls, programs, sharing):
+    """Two ranks, each on a device of its own or in lockstep on one."""
+    streams = on_streams(two_shot_form(calls, 2, programs), sharing)
+    assert exhaustive(Machine(streams, **WRAP)) is None
+
+
+def test_the_next_scatter_needs_the_gather_and_no_more():
+    """It may run before y is read: partial sums and y have areas of their own."""
+    early = two_shot_form(3, 2, early=("gemm",), before="read")
+    assert exhaustive(Machine(early, **WRAP)) is None
+
+
+@pytest.mark.parametrize(("world", "sharing"), [(3, 1), (3, 3), (4, 1), (4, 2), (4, 4)])
+def test_two_shot_at_random(world, sharing):
+    for programs in (1, 2):
+        streams = on_streams(two_shot_form(5, world, programs), sharing)
+        assert randomised(Machine(streams, **WRAP), 25) is None
 
 
 # ---- known-bad variants: each must be caught, or the model proves nothing
@@ -293,10 +273,6 @@ def test_argmax_slot_without_an_all_reduce_between():
     caught(split_form(with_argmax(0, 4), 2))
 
 
-def test_two_shot_with_one_slot():
-    caught(split_form(two_shot(3, 1, 2, True), 2))
-
-
 def test_monotonic_counter_without_wrap():
     """Plain `flag >= epoch` on a counter that wraps: an old flag looks new, or a new one old."""
     short = flag_form(12, 2, 1)
@@ -310,3 +286,45 @@ def test_monotonic_counter_without_wrap():
 def test_flag_barrier_with_one_data_buffer():
     """Without the second half, a fast rank overwrites what a slow one still reads."""
     caught(flag_form(6, 2, 1, buffers=1), bits=8)
+
+
+# Of the two-shot exchange: what breaks, and where it is seen.
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("area", "variant"),
+    [
+        (
+            PARTIALS,
+            dict(early=("gemm",), before="gather"),
+        ),  # the next scatter does not wait for the gather
+        (PARTIALS, dict(publish_waits=False)),  # published before the GEMM ended
+        (Y, dict(store_first=False)),  # a program's flag before its row
+        (Y, dict(order=("gemm", "publish", "reduce", "read"))),  # y is read without the gather
+        # The next call is published before y of this one was read.
+        (Y, dict(early=("gemm", "publish"), before="read")),
+    ],
+    ids=[
+        "scatter before gather",
+        "early publish",
+        "early flag",
+        "no gather",
+        "publish before read",
+    ],
+)
+def test_broken_two_shot(area, variant, world):
+    found = caught(two_shot_form(4, world, **variant), **WRAP)
+    assert found.startswith("stale") and f"in area {area}" in found
+
+
+def test_two_shot_with_an_absolute_compare():
+    """Right until the epoch wraps; then an old flag looks new."""
+    assert exhaustive(Machine(two_shot_form(3, 2), bits=3, epoch=6, wrap_aware=False)) is not None
+    assert exhaustive(Machine(two_shot_form(3, 2), bits=3, epoch=2, wrap_aware=False)) is None
+
+
+def test_two_shot_out_of_lockstep():
+    """One rank's launches in front of the other's on their stream: its reduce spins in front of what it waits for."""
+    streams = on_streams(two_shot_form(2, 2), 2, lockstep=False)
+    assert exhaustive(Machine(streams, **WRAP)) == "hang"
