@@ -225,9 +225,12 @@ def forecast_all_reduce(rows: Rows, gpus: int) -> None:
     name = rows.rows[0]["gpu"] if rows.rows else ""
     costs, lines = predicted(here, [n for n in (4, 8) if n > gpus], gpu_named(name))
     for line in lines:
-        for algorithm in ("lamport", "two_shot", "flag"):
+        for algorithm in ("lamport", "two_shot", "two_shot_fp8", "flag"):
+            us = getattr(line, f"{algorithm}_us")
+            if us is None:  # two-shot is for prefill
+                continue
             rows.add(
-                "predicted_all_reduce_us", getattr(line, f"{algorithm}_us"), "us", tp=line.tp,
+                "predicted_all_reduce_us", us, "us", tp=line.tp,
                 bytes=line.nbytes, algorithm=f"PREDICTION {algorithm}", section="forecast",
                 assumptions=(
                     f"launch {costs.launch_us:.2f} us, flight {costs.flight_us:.2f} us at two ranks "

@@ -35,7 +35,10 @@ def value_bytes(value: Value, act_bytes: int) -> int:
 
 
 def read_bytes(op: Op, value: Value, act_bytes: int) -> int:
-    """Bytes that the op reads of a temp: the whole, but of gather_row its one row."""
+    """Bytes that the op reads of a temp: the whole, but of gather_row its one row; flags are read for the message
+    that they stand for."""
+    if op.kind in ("two_shot_publish", "two_shot_gather"):
+        return 0
     return value_bytes(op.out if op.kind == "gather_row" else value, act_bytes)
 
 

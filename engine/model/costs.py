@@ -21,8 +21,9 @@ ACT_BYTES = 2  # 16-bit activations and KV
 class Cost:
     """What one op, or all ops of a stage, do on one rank. Sums with `+`.
 
-    fp8_flops: those of `flops` that multiply FP8 by FP8; launches: kernels that are not part of an exchange; barriers: waits for the other ranks;
-    message_bytes: what a rank stores into its peers' memory.
+    fp8_flops: those of `flops` that multiply FP8 by FP8; launches: kernels that neither send a message nor wait for one
+    (two-shot's publish sends a flag); barriers: waits for the other ranks; message_bytes: what a rank stores into its
+    peers' memory while nothing else runs.
     """
 
     weight_bytes: int = 0
@@ -73,7 +74,7 @@ def op_cost(op: Op, graph: Graph, fp8: bool, context: int, act_bytes: int = ACT_
         activation_bytes=activation,
         flops=flops,
         fp8_flops=flops if op.kind == "linear" and op.find("x_scale") else 0.0,
-        launches=int(op.kind not in SENDS | WAITS),
+        launches=int(op.kind not in (SENDS | WAITS) - {"two_shot_publish"}),
         barriers=int(op.is_wait),
         message_bytes=_message_bytes(op, graph, act_bytes),
     )

@@ -1,34 +1,40 @@
 """Predicted time of one all-reduce at any TP degree, from what a link and a launch were measured to cost.
 
-One launch a rank (bench/all_reduce.py's one-launch forms), W ranks, a message of n bytes:
+W ranks, a message of n bytes of 16-bit values:
 
-    lamport   launch + flight               + (W - 1) n / rate
-    two_shot  launch + 2 flight             + 2 (W - 1) / W n / rate
-    flag      launch + flag flight          + (W - 1) n / rate
+    lamport   launches + flight             + (W - 1) n / rate
+    two_shot  3 launch + 2 flag flight      + (W - 1) / W n / rate, half of that if y is FP8
+    flag      launches + flag flight        + (W - 1) n / rate
+
+`launches`: one in decode (bench/all_reduce.py's one-launch forms), two in prefill. Two-shot is prefill only, and what
+is exposed of it: publish, reduce and gather; the other half of its bytes travels while the GEMM runs whose epilogue
+scatters them. It has the next norm in it, one-shot has not.
 
 `launch` is an empty copy kernel in the same kind of graph; `flight` what is left of the measured 16 KB Lamport
-all-reduce of two ranks: one remote store until a poller has seen it, its loop, the sum. `rate` is all links of a
-GPU, one direction: a switch gives each sender all of it, whoever receives. Split forms (virtual ranks, prefill)
-add a launch each. In a decode chain under PDL the push sits in a GEMV's epilogue and the poll's launch overlaps:
-what an exchange adds there was measured too (`Constants.barrier_us`), at two ranks.
+all-reduce of two ranks: one remote store until a poller has seen it, its loop, the sum; the flag flight the same of
+the flag barrier. `rate` is all links of a GPU, one direction: a switch gives each sender all of it, whoever receives.
+In a decode chain under PDL the push sits in a GEMV's epilogue and the poll's launch overlaps: what an exchange adds
+there was measured too (`Constants.barrier_us`), at two ranks.
 
 Not in the model, and hence in the prediction's error: a switch hop that the measured pair may not have had,
-the skew of seven senders, the polling of W messages from L2 (256 KB at most in decode: 0.05 us). Nothing of
-TP = 4 and 8 is measured here.
+the skew of seven senders, the polling of W messages from L2 (256 KB at most in decode: 0.05 us), the local traffic
+of large messages (one-shot re-arms its slots). Nothing of TP = 4 and 8 is measured here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import EngineError
-from engine.kernels.all_reduce import TWO_SHOT_BYTES
+from engine.kernels.all_reduce import TWO_SHOT_BYTES, heuristic
 from engine.model.calibrate import EXPERIMENTS, constants_for
 from engine.model.gpus import GPUS, Gpu
 
 CALIBRATION_BYTES = 16 << 10
+DECODE_LAUNCHES, PREFILL_LAUNCHES = 1, 2  # of one-shot and the flag barrier
+TWO_SHOT_LAUNCHES = 3  # beyond the GEMM
 # (name, bytes): one row of a decode step, eight rows, a short and a long prefill bucket.
 MESSAGES = (
     ("7B, 1 row", 3584 * 2),
@@ -50,22 +56,29 @@ class LinkCosts:
     rate: float
     source: str
 
-    def us(self, algorithm: str, world: int, nbytes: int, launches: int = 1) -> float:
-        """One all-reduce of `nbytes` over `world` ranks in `launches` launches, us."""
-        one_shot = (world - 1) * nbytes
-        sent, flights = {
-            "lamport": (one_shot, self.flight_us),
-            "two_shot": (2 * one_shot / world, 2 * self.flight_us),
-            "flag": (one_shot, self.flag_us),
-        }[algorithm]
-        return launches * self.launch_us + flights + sent / self.rate * 1e6
+    def us(self, algorithm: str, world: int, nbytes: int, launches: int = DECODE_LAUNCHES) -> float:
+        """One all-reduce of `nbytes` by "lamport" or "flag" over `world` ranks, us."""
+        flight = {"lamport": self.flight_us, "flag": self.flag_us}[algorithm]
+        return launches * self.launch_us + flight + self._sent_us((world - 1) * nbytes)
 
-    def crossover(self, world: int, *, split: bool) -> float | None:
-        """Bytes from which two-shot wins, in split forms (a launch more than one-shot's) or in one launch a rank;
-        None at two ranks: it sends as much as one-shot."""
-        saved = (world - 1) * (1 - 2 / world)  # messages that two-shot does not send
-        extra = self.flight_us + (self.launch_us if split else 0)
-        return None if saved == 0 else extra * 1e-6 * self.rate / saved
+    def two_shot_us(self, world: int, nbytes: int, *, fp8: bool = False) -> float:
+        """What is exposed of a two-shot exchange behind its GEMM, us."""
+        sent = (world - 1) / world * nbytes * _y_bytes(fp8)
+        return TWO_SHOT_LAUNCHES * self.launch_us + 2 * self.flag_us + self._sent_us(sent)
+
+    def _sent_us(self, nbytes: float) -> float:
+        return nbytes / self.rate * 1e6
+
+    def crossover(self, world: int, *, fp8: bool = False) -> float:
+        """Bytes from which two-shot wins over one-shot in prefill."""
+        saved = (world - 1) * (1 - _y_bytes(fp8) / world)  # messages that two-shot does not send
+        extra = self.two_shot_us(world, 0) - self.us("lamport", world, 0, PREFILL_LAUNCHES)
+        return extra * 1e-6 * self.rate / saved
+
+
+def _y_bytes(fp8: bool) -> float:
+    """Of those of a 16-bit value."""
+    return 0.5 if fp8 else 1.0
 
 
 def _costs(launch: float, lamport: float, flag: float, gpu: Gpu, source: str) -> LinkCosts:
@@ -98,13 +111,15 @@ def link_costs(rows: Iterable[dict[str, Any]] = (), gpu: Gpu = GPUS["h200"]) -> 
 @dataclass(frozen=True)
 class Predicted:
     """One line of the table; times in us. `chosen` is what the heuristic takes, `decode_us` what one exchange adds
-    to a decode step under PDL (None for prefill messages). measured: lamport and flag are."""
+    to a decode step under PDL (None for prefill messages), two-shot's are None in decode. measured: lamport and
+    flag are."""
 
     name: str
     tp: int
     nbytes: int
     lamport_us: float
-    two_shot_us: float
+    two_shot_us: float | None
+    two_shot_fp8_us: float | None
     flag_us: float
     decode_us: float | None
     chosen: str
@@ -120,14 +135,17 @@ def predicted(
     lines = []
     for tp in degrees:
         for name, nbytes in MESSAGES:
-            limit = TWO_SHOT_BYTES.get(tp)
             decode = "row" in name
+            launches = DECODE_LAUNCHES if decode else PREFILL_LAUNCHES
+            wide, narrow = (
+                None if decode else costs.two_shot_us(tp, nbytes, fp8=fp8) for fp8 in (False, True)
+            )
+            adds_us = adds.barrier_us + (tp - 2) * nbytes / costs.rate * 1e6
             lines.append(
                 Predicted(
-                    name, tp, nbytes, costs.us("lamport", tp, nbytes), costs.us("two_shot", tp, nbytes),
-                    costs.us("flag", tp, nbytes),
-                    adds.barrier_us + (tp - 2) * nbytes / costs.rate * 1e6 if decode else None,
-                    "two_shot" if limit is not None and nbytes >= limit else "lamport",
+                    name, tp, nbytes, costs.us("lamport", tp, nbytes, launches), wide, narrow,
+                    costs.us("flag", tp, nbytes, launches), adds_us if decode else None,
+                    heuristic(tp, nbytes).algorithm,
                     measured=tp == 2 and nbytes == CALIBRATION_BYTES,
                 )
             )  # fmt: skip
@@ -143,12 +161,15 @@ def prediction_table(rows: Sequence[dict[str, Any]] = (), gpu: Gpu = GPUS["h200"
         "bytes",
         "lamport us",
         "two-shot us",
+        "two-shot FP8 us",
         "flag us",
         "adds to decode us",
         "taken",
     )
     text = [
-        f"**A prediction, not a measurement**, {gpu.name}, one launch a rank. Calibrated at two ranks and 16 KB "
+        f"**A prediction, not a measurement**, {gpu.name}. One-shot and the flag barrier: one launch in decode, two in "
+        "prefill. Two-shot: what is exposed behind its GEMM, three launches, two flag flights and the normed rows on "
+        "their way back, in 16 or 8 bits; its sums travel under the GEMM. Calibrated at two ranks and 16 KB "
         f"({costs.source}): launch {costs.launch_us:.2f} us, flight {costs.flight_us:.2f} us, flag flight "
         f"{costs.flag_us:.2f} us; link {costs.rate / 1e9:.0f} GB/s each way as the driver reports it. "
         f"What an exchange adds to a decode step is fitted at two ranks too: "
@@ -156,25 +177,27 @@ def prediction_table(rows: Sequence[dict[str, Any]] = (), gpu: Gpu = GPUS["h200"
         "Only the figures with a star are measured.",
         "",
         "| " + " | ".join(header) + " |",
-        "| " + " | ".join(["---:", "---", *["---:"] * 6]) + " |",
+        "| " + " | ".join(["---:", "---", *["---:"] * 7]) + " |",
     ]
     for line in lines:
         star = "*" if line.measured else ""
-        decode = "" if line.decode_us is None else f"{line.decode_us:.2f}"
+        two_shot, fp8, decode = (
+            "" if us is None else f"{us:.2f}"
+            for us in (line.two_shot_us, line.two_shot_fp8_us, line.decode_us)
+        )  # fmt: skip
         text.append(
-            f"| {line.tp} | {line.name} | {line.nbytes:,} | {line.lamport_us:.2f}{star} | "
-            f"{line.two_shot_us:.2f} | {line.flag_us:.2f}{star} | {decode} | {line.chosen} |"
+            f"| {line.tp} | {line.name} | {line.nbytes:,} | {line.lamport_us:.2f}{star} | {two_shot} | {fp8} | "
+            f"{line.flag_us:.2f}{star} | {decode} | {line.chosen} |"
         )
-    one, split = ([costs.crossover(tp, split=forms) for tp in (4, 8)] for forms in (False, True))
+    wide, narrow = ({tp: costs.crossover(tp, fp8=fp8) for tp in TWO_SHOT_BYTES} for fp8 in (False, True))  # fmt: skip
     footer = (
-        f"Two-shot is predicted to win from {_at(one)} in this table's form, one launch a rank, and from {_at(split)} "
-        "in split forms, three launches against two, which the engine runs. "
-        f"`taken` is the heuristic's choice for split forms, two-shot from {_at([TWO_SHOT_BYTES[4], TWO_SHOT_BYTES[8]])}; "
+        f"Two-shot is predicted to win over one-shot from {_at(wide)}; with FP8, from {_at(narrow)}. "
+        f"`taken` is the heuristic's choice, in prefill two-shot from {_at(TWO_SHOT_BYTES)}; "
         "a tuned cache comes before it."
     )
     return "\n".join([*text, "", footer])
 
 
-def _at(sizes: Iterable[float | None]) -> str:
-    """Bytes at TP 4 and 8 as text."""
-    return " and ".join(f"{at / 1024:.0f} KB at TP={tp}" for tp, at in zip((4, 8), sizes) if at)
+def _at(sizes: Mapping[int, float]) -> str:
+    """Bytes by TP degree as text."""
+    return ", ".join(f"{at / 1024:.0f} KB at TP={tp}" for tp, at in sizes.items())

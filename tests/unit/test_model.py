@@ -64,6 +64,24 @@ def test_bytes_are_those_of_the_lowered_launches(phase, rows, tp, quantization):
         assert cost.weight_bytes + cost.activation_bytes == launch.bytes, launch
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_costs_of_a_two_shot_exchange_by_hand(fp8):
+    """72B, TP 2, 2048 tokens: half of a message exposed, in 8 bits a quarter; two waits and a flag."""
+    kind = dict(fp8=True, fp8_prefill=True) if fp8 else dict(fp8=False)
+    ops = op_costs(BIG, 2, phase="prefill", rows=2048, context=0, **kind)
+    whole = 2048 * 8192 * 2
+    stage = [(times, cost) for stage, times, cost in ops if stage == "all_reduce" and times > 1]
+    assert len(stage) == 6 and {times for times, _ in stage} == {78}  # two exchanges a layer
+    layer = add_up(cost for _, cost in stage)
+    assert layer.message_bytes == 2 * whole // (4 if fp8 else 2)
+    assert (layer.barriers, layer.launches) == (4, 2)
+    # Partial sums and residual read, h written; the norm weight. Flags are no bytes.
+    assert layer.activation_bytes == 2 * 3 * whole and layer.weight_bytes == 2 * 8192 * 2
+    scatter = [cost for stage, times, cost in ops if stage in ("o_proj", "down") and times > 1]
+    assert len(scatter) == (4 if fp8 else 2)  # in FP8 each behind its quantize_rows
+    assert not any(cost.message_bytes for cost in scatter)
+
+
 def test_bare_exchanges_lower_to_the_sites_and_messages_of_the_fused_ones():
     """What `engine.profiling` leaves in place of a stage whose GEMV sends or polls (no kernel runs here)."""
     graph = run_passes(build(TINY, phase="decode", rows=2, tp=2))

@@ -166,7 +166,9 @@ def test_the_all_reduce_of_larger_degrees_is_a_forecast_from_the_rows_at_hand():
     for row in added:
         assert row["metric"] == "predicted_all_reduce_us" and row["value"] > 1.2
         assert row["algorithm"].startswith("PREDICTION ") and "at abc" in row["assumptions"]
-    assert all(row["algorithm"].split()[1] in ("lamport", "two_shot", "flag") for row in added)
+    names = {row["algorithm"].split()[1] for row in added}
+    assert names == {"lamport", "two_shot", "two_shot_fp8", "flag"}
+    assert all(row["bytes"] >= 1 << 20 for row in added if "two_shot" in row["algorithm"])
     with pytest.raises(EngineError, match="no figures for the GPU"):
         scorecard.forecast_all_reduce(Rows("scorecard", write=False), 2)
 
