@@ -155,7 +155,7 @@ class EngineConfig:
     all_reduce: str = _option(
         "auto",
         "algorithm that sums over ranks; auto: by ranks, message size and links, NCCL where GPUs cannot "
-        "reach each other's memory",
+        "reach each other's memory; two_shot: prefill only, decode takes lamport",
         choices=("auto", "lamport", "two_shot", "flag", "nccl"),
     )
     shard_of: int | None = _option(
