@@ -37,8 +37,14 @@ import triton
 import triton.language as tl
 
 from engine.errors import EngineError
-from engine.kernels.messages import address_of as address_of
-from engine.kernels.messages import arm, launch, load_partial, message_chunks, peer_bases, poll_sum
+from engine.kernels.messages import (
+    address_of,
+    arm,
+    load_partial,
+    message_chunks,
+    peer_bases,
+    poll_sum,
+)
 from engine.kernels.slots import LamportWorkspace, lamport_slots, peer_table
 from engine.kernels.sync import (
     DEFAULT_LIMIT_US,
@@ -168,12 +174,23 @@ def one_shot_kernel(
             push16(out.to(tl.int64) + at, y[0], y[1], y[2], y[3], live)
 
 
-def _launch(x: torch.Tensor, config: AllReduceConfig | None, world: int, *args, **options) -> None:
+def _launch(
+    x: torch.Tensor, peers: torch.Tensor | None, buffer: torch.Tensor | int, offsets: tuple[int, int],
+    residual: torch.Tensor | None, out: torch.Tensor, status: torch.Tensor | None, *, rank: int,
+    world: int, call_site: int, limit_us: int, config: AllReduceConfig | None, pdl: bool, push: bool,
+    poll: bool,
+) -> None:  # fmt: skip
+    """offsets: bytes of the call's slot and of the slot to re-arm. What a form does not use may be None, or any
+    tensor for x and out."""
     chunks = message_chunks(x, world)
+    message_chunks(out, world)  # the same demands
     config = config or heuristic(world, chunks * 16)
-    launch(
-        one_shot_kernel, config.grid(chunks), x, *args, world=world, block=config.block,
-        num_warps=config.num_warps, **options,
+    one_shot_kernel[config.grid(chunks)](
+        x, out if peers is None else peers, address_of(buffer), out if residual is None else residual,
+        out, 0 if status is None else status.data_ptr(), *offsets, call_site, rank, limit_us, chunks,
+        WORLD=world, BLOCK=config.block, PUSH=push, POLL=poll, RESIDUAL=residual is not None,
+        CLEAR_OWN=offsets[0] == offsets[1], PDL=pdl, num_warps=config.num_warps, num_stages=1,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -184,8 +201,8 @@ def push(
     """Store x [rows, H] (16-bit partial sum) into slot message `rank` of every rank's buffer."""
     offsets = slot_offset_bytes, slot_offset_bytes
     _launch(
-        x, config, world, peers, 0, offsets, None, x, None, rank=rank, call_site=0,
-        limit_us=DEFAULT_LIMIT_US, pdl=pdl, PUSH=True, POLL=False,
+        x, peers, 0, offsets, None, x, None, rank=rank, world=world, call_site=0,
+        limit_us=DEFAULT_LIMIT_US, config=config, pdl=pdl, push=True, poll=False,
     )  # fmt: skip
 
 
@@ -203,8 +220,8 @@ def poll_residual(
     """
     offsets = slot_offset_bytes, clear_offset_bytes
     _launch(
-        out, config, world, None, buffer, offsets, residual, out, status, rank=rank,
-        call_site=call_site, limit_us=limit_us, pdl=pdl, PUSH=False, POLL=True,
+        out, None, buffer, offsets, residual, out, status, rank=rank, world=world,
+        call_site=call_site, limit_us=limit_us, config=config, pdl=pdl, push=False, poll=True,
     )  # fmt: skip
 
 
@@ -217,8 +234,8 @@ def all_reduce(
     """`push` and `poll_residual` in one launch. Never for two ranks of one device (see the top)."""
     offsets = slot_offset_bytes, clear_offset_bytes
     _launch(
-        x, config, world, peers, buffer, offsets, residual, out, status, rank=rank,
-        call_site=call_site, limit_us=limit_us, pdl=pdl, PUSH=True, POLL=True,
+        x, peers, buffer, offsets, residual, out, status, rank=rank, world=world,
+        call_site=call_site, limit_us=limit_us, config=config, pdl=pdl, push=True, poll=True,
     )  # fmt: skip
 
 

@@ -1,8 +1,6 @@
-"""What the all-reduce kernels share: messages of 16-byte chunks, in the kernel and at its launch."""
+"""Messages of 16-byte chunks, in the kernel and before its launch."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -77,23 +75,3 @@ def message_chunks(tensor: torch.Tensor, world: int) -> int:
     if not 2 <= world <= 8:
         raise EngineError(f"all-reduce over {world} ranks: from 2 to 8 are supported (--tp)")
     return nbytes // CHUNK
-
-
-def launch(
-    kernel: Any, grid: tuple[int], x: torch.Tensor, peers: torch.Tensor | None,
-    buffer: torch.Tensor | int, offsets: tuple[int, int], residual: torch.Tensor | None,
-    out: torch.Tensor, status: torch.Tensor | None, *, rank: int, world: int, call_site: int,
-    limit_us: int, block: int, num_warps: int, pdl: bool, **form: bool,
-) -> None:  # fmt: skip
-    """Launch a Lamport kernel (one-shot or two-shot) on the current stream.
-
-    offsets: bytes of the call's slot and of the slot to re-arm. What a form does not use may be
-    None, or any tensor for x and out. form: the kernel's switches.
-    """
-    kernel[grid](
-        x, out if peers is None else peers, address_of(buffer), out if residual is None else residual,
-        out, 0 if status is None else status.data_ptr(), *offsets, call_site, rank, limit_us,
-        message_chunks(out, world), WORLD=world, BLOCK=block, RESIDUAL=residual is not None,
-        CLEAR_OWN=offsets[0] == offsets[1], PDL=pdl, num_warps=num_warps, num_stages=1,
-        launch_pdl=pdl, **form,
-    )  # fmt: skip
