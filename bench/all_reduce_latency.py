@@ -107,9 +107,12 @@ def latency(
 
 
 def latency_table(bench: Bench, world: int, names: list[str], sizes: list[int] = SIZES) -> None:
-    """Every form at the sizes that it is for, alone and under PDL; size by size, as far as the time goes."""
+    """Every form at the sizes that it is for, with and without PDL; size by size, as far as the time goes."""
     times: dict[tuple[str, bool], dict[int, float]] = {
-        (name, pdl): {} for name in names for pdl in (False, True)
+        (name, pdl): {}
+        for name in names
+        for pdl in (False, True)
+        if pdl or not TIMED_FORMS[name].norm  # the engine's, which has PDL there
     }
     for nbytes in sizes:
         if bench.late(f"latency from {nbytes} B"):
