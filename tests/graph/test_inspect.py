@@ -34,8 +34,9 @@ def test_dump_shows_kernel_grid_bytes_and_config(model, tp, quantization):
     assert stages[:1] + stages[1 : 1 + len(layer)] == ["embedding", *layer]
     assert "GemvConfig(kernel='ring'" in decode and "decode_attention_kernel[" in decode
     assert "GemmConfig(" in prefill and "prefill_attention_kernel[" in prefill
-    # The last layer's own launches: gathers of attention (of the rank's heads) and hidden state, 3 GEMVs; lm_head.
-    assert prefill.count("gather_row_kernel[") == (1 if tp == 1 else 2)
+    # The last layer's own launches: gathers of attention (of the rank's heads) and hidden state (which a two-shot
+    # exchange sends along), 3 GEMVs; lm_head.
+    assert prefill.count("gather_row_kernel[") == (2 if tp == 2 else 1)
     assert prefill.count("GemvConfig(") == 4
     if (
         tp == 8
