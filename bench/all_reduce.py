@@ -4,7 +4,9 @@ Needs one CUDA device (virtual ranks only) or two and more. Every spin ends afte
 order, each skipped with a line once --time-limit is spent:
   links        the probe's matrix
   correctness  checked all-reduces under random delays: wrong elements, equality of all ranks' bits
-  latency      us a call in a CUDA graph per form and size, against a copy kernel (the launch floor)
+  latency      us a call in a CUDA graph per form and size, against a copy kernel (the launch floor), and
+               the share of the links. two_shot is all four launches, two_shot_behind_gemm the three behind a GEMM
+               that has scattered; _norm and _norm_fp8 as the engine launches it
   expiry       a rank that never pushes: the status, then recovery; the host's interrupt
   virtual      every algorithm with 2, 4 and 8 ranks on ONE device, in lockstep on its stream, 1 KB to
                1 MB (--virtual: this section alone)
@@ -20,27 +22,25 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import date
 from typing import Any
 
 import torch
 
-from bench.all_reduce_group import FORMS, Group, copy_kernel
+from bench.all_reduce_forms import FORMS, TIMED_FORMS
+from bench.all_reduce_group import Group
+from bench.all_reduce_latency import CALLS, SIZES, floor_us, latency, latency_table, link_rate
 from bench.rows import Rows
-from engine.kernels.all_reduce import AllReduceConfig, heuristic
+from engine.kernels.all_reduce import AllReduceConfig
 from engine.runtime.links import describe, probe_links
 from engine.tune import choose
 
-TUNED_FORMS = {"lamport": "lamport_own_slot", "two_shot": "two_shot_split", "flag": "flag_split"}
-SIZES = [1 << k for k in (10, 12, 14, 16, 18, 20, 22, 23, 24)]
-LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way, as the driver says
-CALLS = 160  # all-reduces of a decode replay (80 layers)
+TUNED_FORMS = {"lamport": "lamport_own_slot", "two_shot": "two_shot", "flag": "flag_split"}
+CHECKED_BYTES = {"two_shot": 1 << 18}  # 16 rows, so that every rank owns some; else 16 KB
 
 
 class Bench:
@@ -50,6 +50,7 @@ class Bench:
         self.rows = Rows("all_reduce")
         self.table: list[str] = []
         self.failures: list[str] = []
+        self.link = link_rate(self.devices)
 
     def late(self, section: str) -> bool:
         if time.monotonic() < self.deadline:
@@ -70,33 +71,6 @@ class Bench:
         self.rows.add(
             metric, value, unit, tp=group.world, bytes=group.nbytes, algorithm=name, **facts
         )
-
-
-def calls_of(group: Group, device: torch.device, calls: int) -> None:
-    """Enqueue `calls` all-reduces of the ranks of one device."""
-    for call in range(calls):
-        group.call(call, only=device)
-
-
-def timed(group: Group, replay: Callable[[], None], calls: int, repeats: int = 9) -> list[float]:
-    """us a call of each replay, by the slowest device's events."""
-    times = []
-    for _ in range(repeats):
-        events = []
-        for device, stream in group.streams.items():
-            with torch.cuda.device(device):
-                events.append((torch.cuda.Event(enable_timing=True), stream, device))
-                events[-1][0].record(stream)
-        replay()
-        ends = []
-        for start, stream, device in events:
-            with torch.cuda.device(device):
-                end = torch.cuda.Event(enable_timing=True)
-                end.record(stream)
-                ends.append((start, end))
-        group.synchronize()
-        times.append(max(s.elapsed_time(e) for s, e in ends) * 1e3 / calls)
-    return times
 
 
 def correctness(
@@ -132,72 +106,6 @@ def correctness(
     bench.add("all_reduce_checked_calls", done, "calls", group, form)
 
 
-def floor_us(bench: Bench, group: Group, calls: int, pdl: bool) -> float:
-    """A copy kernel of the same message in the same kind of graph."""
-
-    def body(device: torch.device) -> None:
-        member = next(m for m in group.members if m.device == device)
-        for _ in range(calls):
-            with group.on(device):
-                copy_kernel[(max(1, group.n // 1024),)](
-                    member.x, member.out, group.n, BLOCK=1024, PDL=pdl, launch_pdl=pdl
-                )
-
-    for device in group.streams:
-        body(device)
-    group.synchronize()
-    return statistics.median(timed(group, group.capture(body), calls))
-
-
-def latency(
-    bench: Bench, form: str, world: int, nbytes: int, pdl: bool, config: AllReduceConfig | None = None
-) -> float:  # fmt: skip
-    """Median us a call; one row."""
-    calls = 160 if nbytes <= 1 << 16 else 40 if nbytes <= 1 << 20 else 8
-    if config is None:
-        base = heuristic(world, nbytes)
-        config = base if not form.startswith("flag") else AllReduceConfig("flag")
-    group = Group(form, world, bench.devices, nbytes, pdl=pdl, config=config)
-    group.preload()
-    replay = group.capture(lambda device: calls_of(group, device, calls))
-    group.reset()
-    times = timed(group, replay, calls)
-    status = group.status.tolist()
-    if status[0]:
-        bench.check(False, f"{form} x{world} {nbytes} B: spin expired, status {status}")
-        return float("nan")
-    value = statistics.median(times)
-    sent = (world - 1) * nbytes if form.startswith("lamport") else 2 * (world - 1) * nbytes / world
-    share = sent / (value * 1e-6) / LINK_BYTES_PER_S if nbytes >= 1 << 20 else None
-    name = form + ("_pdl" if pdl else "")
-    virtual = world > len(bench.devices)
-    bench.add("all_reduce_us", value, "us", group, name, share=None if virtual else share)
-    return value
-
-
-def latency_table(bench: Bench, world: int, forms: list[str], sizes: list[int]) -> None:
-    head = "bytes".rjust(9) + "".join(
-        f"{f}{'+pdl' if p else ''}".rjust(22) for f in forms for p in (0, 1)
-    )
-    bench.say(
-        f"us a call, {world} ranks on {len(bench.devices)} devices, {CALLS} in a graph "
-        "(fewer when large)"
-    )
-    bench.say(head)
-    for nbytes in sizes:
-        if bench.late(f"latency from {nbytes} B"):
-            return
-        cells = []
-        for form in forms:
-            small_only = form.startswith("flag") or form == "lamport_own_slot"
-            for pdl in (False, True):
-                if nbytes > 1 << 20 and small_only:
-                    cells.append("-".rjust(22))
-                    continue
-                cells.append(f"{latency(bench, form, world, nbytes, pdl):.2f}".rjust(22))
-        bench.say(f"{nbytes:9d}" + "".join(cells))
-
-
 def best_entry(times: dict[AllReduceConfig, float]) -> dict[str, Any]:
     """The tuned cache's entry of one message size, from us by configuration (NaN: it failed)."""
     ranked = sorted((us, i) for i, us in enumerate(times.values()) if us == us)
@@ -214,12 +122,15 @@ def best_entry(times: dict[AllReduceConfig, float]) -> dict[str, Any]:
 
 
 def tuned_configs(algorithm: str, nbytes: int) -> list[AllReduceConfig]:
-    """What `tune` times. From 1 MB on also several programs a multiprocessor: one of 256 lanes has 4 KB in flight,
-    where memory wants 30. (Separate launches need not be resident at once.)"""
+    """What `tune` times. One-shot from 1 MB on also with several programs a multiprocessor: one of 256 lanes has 4 KB
+    in flight, where memory wants 30. (Separate launches need not be resident at once.) Two-shot handles a row at a
+    time: 1 to 4 programs a multiprocessor."""
+    if not TIMED_FORMS[TUNED_FORMS[algorithm]].fits(nbytes):
+        return []
+    if algorithm == "two_shot":
+        return [AllReduceConfig("two_shot", programs=n) for n in (132, 264, 396, 528)]
     shapes = [(128, 4, 128), (256, 8, 128)]
-    if algorithm == "flag":
-        shapes = shapes if nbytes <= 1 << 20 else []
-    elif nbytes >= 1 << 20:
+    if algorithm == "lamport" and nbytes >= 1 << 20:
         shapes += [(256, 8, 264), (256, 8, 528), (256, 8, 1056), (1024, 8, 132)]
     return [AllReduceConfig(algorithm, *shape) for shape in shapes]
 
@@ -358,12 +269,13 @@ def main() -> int:
         print("bench.all_reduce needs a CUDA device; here is none")
         return 1
     sections = ["virtual"] if options.virtual else options.sections.split(",")
+    matrix = probe_links()  # reaches every peer
     bench = Bench(options.time_limit)
-    matrix = probe_links()
     bench.say(describe(matrix))
     world = min(len(bench.devices), 8)
-    single = [f for f, fused in FORMS.items() if not fused]
-    forms = list(FORMS) if world > 1 else single
+    single = [name for name, form in FORMS.items() if not form.fused]
+    alone = world > 1  # one rank a device
+    forms = list(FORMS) if alone else single
     world = max(world, 2)
     if "correctness" in sections:
         for form in forms:
@@ -371,17 +283,17 @@ def main() -> int:
                 if not bench.late(f"correctness of {form}"):
                     main_form = form == "lamport" and pdl
                     calls = options.calls if main_form else options.calls // 20
-                    correctness(bench, form, world, 1 << 14, calls, pdl)
+                    correctness(bench, form, world, CHECKED_BYTES.get(form, 1 << 14), calls, pdl)
         for nbytes in (1 << 10, 1 << 16, 1 << 18):
             if not bench.late(f"correctness at {nbytes} B"):
                 correctness(bench, "lamport", world, nbytes, options.calls // 20, True)
     if "latency" in sections and not bench.late("latency"):
         group = Group("lamport", world, bench.devices, 1 << 14)
         group.preload()
-        floors = [floor_us(bench, group, CALLS, pdl) for pdl in (False, True)]
+        floors = [floor_us(group, CALLS, pdl) for pdl in (False, True)]
         bench.say(f"launch floor (copy of 16 KB): {floors[0]:.2f} us, PDL {floors[1]:.2f} us")
         bench.add("all_reduce_us", floors[0], "us", group, "copy_kernel")
-        latency_table(bench, world, forms, SIZES)
+        latency_table(bench, world, list(TIMED_FORMS) if alone else single)
     if "tune" in sections and not bench.late("tune"):
         tune(bench, world)
     if "expiry" in sections and not bench.late("expiry"):

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
+from bench.all_reduce_forms import HIDDEN, TIMED_FORMS
+from bench.all_reduce_kernels import advance_kernel, compare_kernel, prepare_kernel
 from engine.kernels.all_reduce import (
     AllReduceConfig,
     all_reduce,
@@ -26,110 +27,31 @@ from engine.kernels.all_reduce import (
 )
 from engine.kernels.flag_all_reduce import FlagWorkspace, flag_all_reduce
 from engine.kernels.slots import LamportWorkspace, peer_table
-from engine.kernels.sync import gdc_launch_dependents, gdc_wait, globaltimer
-from engine.kernels.two_shot import two_shot, two_shot_workspace
+from engine.kernels.two_shot import (
+    TwoShotRank,
+    TwoShotWorkspace,
+    two_shot_gather,
+    two_shot_publish,
+    two_shot_ranks,
+    two_shot_reduce,
+    two_shot_scatter,
+)
 
 POOL = 16  # distinct inputs; a stale slot holds another one's sum
 SPECIAL = (-0.0, 0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40, 3e38, -3e38)
-# Forms and whether they are one launch (only for one rank a device). Own slot: two slots, re-armed behind
-# each poll, as the engine's graphs have them; messages of any size may then follow each other.
-FORMS = {
-    "lamport": False,  # push, poll; four slots
-    "lamport_own_slot": False,
-    "lamport_fused": True,
-    "flag": True,
-    "flag_split": False,
-    "two_shot": True,
-    "two_shot_split": False,  # own slot
-}
-OWN_SLOT = ("lamport_own_slot", "two_shot_split")
-SPLITS = {
-    "flag_split": ("publish", "reduce"),
-    "two_shot_split": ("scatter", "reduce", "gather"),
-    "lamport": ("push", "poll"),
-    "lamport_own_slot": ("push", "poll"),
-}
-
-
-# Integers are never specialised: a value of 1 or a multiple of 16 would be another module, loaded
-# while a rank may already spin.
-@triton.jit(do_not_specialize=["call", "n", "stride"])
-def prepare_kernel(
-    x, residual, x_pool, residual_pool, delays, step, call, n, stride,
-    POOL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Wait delays[.] ns, then copy pool row (call + step) % POOL to x and residual: n elements of each of the
-    device's ranks (second grid axis), whose tensors are `stride` elements apart."""
-    member = tl.program_id(1).to(tl.int64)
-    x, residual, delays = x + member * stride, residual + member * stride, delays + member * 1024
-    x_pool += member * POOL * stride
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    now = tl.load(step)
-    row = (call + now) % POOL
-    begin = globaltimer()
-    wanted = tl.load(delays + (call * 31 + now * 17) % 1024)
-    while globaltimer() - begin < wanted:
-        pass
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x + at, tl.load(x_pool + row.to(tl.int64) * stride + at, mask=at < n), mask=at < n)
-    held = tl.load(residual_pool + row.to(tl.int64) * stride + at, mask=at < n)
-    tl.store(residual + at, held, mask=at < n)
-
-
-@triton.jit(do_not_specialize=["call", "n", "stride"])
-def compare_kernel(
-    out, expected, found, step, call, n, stride, POOL: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr
-):  # fmt: skip
-    """found[0] += elements that differ from the reference (any NaN equals any NaN); found[1] += a
-    hash of all bits, so that equal sums of hashes mean equal bits on all ranks. Poisons `out`. Ranks: as in
-    `prepare_kernel`."""
-    member = tl.program_id(1).to(tl.int64)
-    out, found = out + member * stride, found + 2 * member
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    now = tl.load(step)
-    row = ((call + now) % POOL).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    bits = tl.load(out + at, mask=at < n, other=0).to(tl.int32) & 0xFFFF
-    wanted = tl.load(expected + row * stride + at, mask=at < n, other=0).to(tl.int32) & 0xFFFF
-    nan = ((bits & 0x7FFF) > 0x7F80) & ((wanted & 0x7FFF) > 0x7F80)
-    tl.atomic_add(found, tl.sum(((bits != wanted) & ~nan).to(tl.int64), 0))
-    mixed = (bits + 1).to(tl.int64) * ((at + 1) * 40503 + call * 7919 + now * 104729)
-    tl.atomic_add(found + 1, tl.sum(mixed ^ (mixed >> 7), 0))
-    tl.store(out + at, tl.full((BLOCK,), 0x7FC1, tl.int16), mask=at < n)
-
-
-@triton.jit
-def advance_kernel(step, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    tl.store(step, tl.load(step) + 1)
-
-
-@triton.jit(do_not_specialize=["n"])
-def copy_kernel(x, out, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The launch floor: a copy of one message."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, tl.load(x + at, mask=at < n), mask=at < n)
+EPS = 1e-6
 
 
 @dataclass
 class Local:
     """The ranks of one device side by side, so that one launch prepares or checks them all. n = elements of the
-    largest message (bf16), m = ranks here."""
+    largest message (bf16), m = ranks here. result: where the sums come to lie, `out` or the receive buffers."""
 
     ranks: list[int]
     x: torch.Tensor  # [m, n]
     residual: torch.Tensor  # [m, n]
     out: torch.Tensor  # [m, n]
+    result: torch.Tensor  # [m, n]
     x_pool: torch.Tensor  # [m, POOL, n]
     residual_pool: torch.Tensor  # [POOL, n]
     expected: torch.Tensor  # [POOL, n] int16
@@ -148,7 +70,9 @@ class Member:
     residual: torch.Tensor  # [n]
     out: torch.Tensor  # [n]
     buffer: torch.Tensor
-    table: Any = None
+    weight: torch.Tensor  # [row]
+    table: torch.Tensor | None = None  # of all ranks' buffers; two-shot has `end`
+    end: TwoShotRank | None = None
 
 
 @functools.lru_cache(maxsize=4)
@@ -169,7 +93,8 @@ def _inputs(world: int, n: int) -> list[torch.Tensor]:
 
 @dataclass
 class Group:
-    """`world` ranks over `devices` (cycled), all for one form and messages of up to `nbytes`."""
+    """`world` ranks over `devices` (cycled), all for one form and messages of up to `nbytes`, a multiple of `row`
+    elements (0: what the form carries; of two-shot up to HIDDEN)."""
 
     form: str
     world: int
@@ -179,6 +104,7 @@ class Group:
     config: AllReduceConfig | None = None
     limit_us: int = 2_000_000
     programs: int = 0  # of the flag barrier; 0: by size
+    row: int = 0
     members: list[Member] = field(default_factory=list)
     locals: dict[torch.device, Local] = field(default_factory=dict)
 
@@ -188,20 +114,29 @@ class Group:
         status = torch.zeros(8, dtype=torch.int32)
         self.status = status.pin_memory() if cuda else status
         self.streams = {d: torch.cuda.Stream(d) for d in self.devices} if cuda else {}
-        slots = 2 if self.form in OWN_SLOT else 4
-        if self.form.startswith("lamport"):
-            self.space: Any = LamportWorkspace(self.world, 1, n, slots)
-        elif self.form.startswith("two_shot"):
-            self.space = two_shot_workspace(self.world, 1, n, slots)
-        else:
+        self.how = TIMED_FORMS[self.form]
+        self.space: Any = LamportWorkspace(self.world, 1, n, self.how.slots)
+        if self.how.algorithm == "two_shot":
+            self.row = self.row or min(HIDDEN, n)
+            self.space = TwoShotWorkspace(self.world, n // self.row, self.row)
+        elif self.how.algorithm == "flag":
             programs = self.programs or max(8, min(128, n // 1024))
             self.space = FlagWorkspace(self.world, 1, n, programs)
+        self.row = self.row or 8  # 16 bytes
         for device in self.devices[: self.world]:
             with self.on(device):
                 self._place(device)
         self.members.sort(key=lambda m: m.rank)
-        for member in self.members:
-            member.table = peer_table([m.buffer for m in self.members], member.device)
+        buffers = [m.buffer for m in self.members]
+        if self.how.algorithm == "two_shot":
+            self.config = self.config or self.how.config(self.world, self.nbytes)
+            for member, end in zip(
+                self.members, two_shot_ranks(self.space, buffers, torch.bfloat16)
+            ):
+                member.end = end
+        else:
+            for member in self.members:
+                member.table = peer_table(buffers, member.device)
         self.synchronize()
 
     def _place(self, device: torch.device) -> None:
@@ -214,17 +149,22 @@ class Group:
         def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        buffers = torch.stack([self.space.allocate(device) for _ in ranks])
+        out = result = zeros(m, n)
+        if self.how.algorithm == "two_shot":
+            first = self.space.y_offset
+            result = buffers[:, first : first + 2 * n].view(torch.bfloat16)
         here = self.locals[device] = Local(
-            ranks=ranks, x=zeros(m, n), residual=zeros(m, n), out=zeros(m, n),
+            ranks=ranks, x=zeros(m, n), residual=zeros(m, n), out=out, result=result,
             x_pool=torch.stack([partials[r] for r in ranks]).to(device),
             residual_pool=residual.to(device, copy=True), expected=expected.to(device, copy=True),
             delays=zeros(m, 1024, dtype=torch.int64), step=zeros(1, dtype=torch.int32),
             found=zeros(m, 2, dtype=torch.int64),
         )  # fmt: skip
+        weight = torch.ones(self.row, dtype=torch.bfloat16, device=device)
         for i, rank in enumerate(ranks):
-            buffer = self.space.allocate(device)
             self.members.append(
-                Member(rank, device, here.x[i], here.residual[i], here.out[i], buffer)
+                Member(rank, device, here.x[i], here.residual[i], out[i], buffers[i], weight)
             )
 
     @contextlib.contextmanager
@@ -239,9 +179,6 @@ class Group:
         for device in self.streams:
             torch.cuda.synchronize(device)
 
-    def phases(self) -> tuple[str, ...]:
-        return SPLITS.get(self.form, ("all",))
-
     def launch(
         self, m: Member, call: int, phase: str, *, residual: bool = True, size: int | None = None
     ) -> None:
@@ -252,28 +189,39 @@ class Group:
             rank=m.rank, world=self.world, config=self.config, pdl=self.pdl
         )
         wait = dict(common, call_site=call, limit_us=self.limit_us)
-        if self.form.startswith("flag"):
-            names = {"all": "both"}
-            flag_all_reduce(
-                x,
-                m.table,
-                held,
-                out,
-                self.status,
-                self.space,
-                phase=names.get(phase, phase),
-                **wait,
-            )
-            return
-        slots = self.space.slot_offset(call), self.space.clear_offset(call)
-        if phase == "push":
-            push(x, m.table, slots[0], **common)
-        elif phase == "poll":
-            poll_residual(m.buffer, *slots, held, out, self.status, **wait)
+        if self.how.algorithm == "two_shot":
+            self._two_shot(m, phase, x, held, out, call)
+        elif self.how.algorithm == "flag":
+            flag_all_reduce(x, m.table, held, out, self.status, self.space, phase=phase, **wait)
         else:
-            run: Callable = all_reduce if self.form.startswith("lamport") else two_shot
-            extra = {} if run is all_reduce else {"phase": phase}
-            run(x, m.buffer, m.table, *slots, held, out, self.status, **wait, **extra)
+            slots = self.space.slot_offset(call), self.space.clear_offset(call)
+            if phase == "push":
+                push(x, m.table, slots[0], **common)
+            elif phase == "poll":
+                poll_residual(m.buffer, *slots, held, out, self.status, **wait)
+            else:
+                all_reduce(x, m.buffer, m.table, *slots, held, out, self.status, **wait)
+
+    def _two_shot(
+        self, m: Member, phase: str, x: torch.Tensor, held: torch.Tensor | None, h: torch.Tensor,
+        call: int,
+    ) -> None:  # fmt: skip
+        assert m.end is not None and self.config is not None
+        rows = x.numel() // self.row
+        wait: dict[str, Any] = dict(
+            call_site=call, config=self.config, pdl=self.pdl, limit_us=self.limit_us
+        )
+        if phase == "scatter":
+            two_shot_scatter(x.view(rows, -1), m.end, pdl=self.pdl)
+        elif phase == "publish":
+            two_shot_publish(m.end, pdl=self.pdl)
+        elif phase == "reduce":
+            two_shot_reduce(
+                m.end, None if held is None else held.view(rows, -1), h.view(rows, -1),
+                m.weight if self.how.norm else None, self.status, eps=EPS, fp8=self.how.fp8, **wait,
+            )  # fmt: skip
+        else:
+            two_shot_gather(m.end, rows, self.status, **wait)
 
     def call(
         self, call: int, *, only: torch.device | None = None, size: int | None = None,
@@ -281,7 +229,7 @@ class Group:
     ) -> None:  # fmt: skip
         """Enqueue one all-reduce for every rank (of one device: `only`), phase by phase, in `order` of ranks."""
         members = self.members if order is None else [self.members[r] for r in order]
-        for phase in self.phases():
+        for phase in self.how.phases:
             for m in members:
                 if only in (None, m.device):
                     with self.on(m.device):
@@ -307,8 +255,8 @@ class Group:
         for device, here in local.items():
             with self.on(device):
                 compare_kernel[(triton.cdiv(n, 1024), len(here.ranks))](
-                    here.out.view(torch.int16), here.expected, here.found, here.step, call, n, self.n,
-                    **options,
+                    here.result.view(torch.int16), here.expected, here.found, here.step, call, n, self.n,
+                    here.result.stride(0), **options,
                 )  # fmt: skip
 
     def advance(self, only: torch.device | None = None) -> None:
@@ -333,7 +281,7 @@ class Group:
         for m in self.members:
             with self.on(m.device):
                 for call in range(2):
-                    for phase in self.phases():
+                    for phase in self.how.phases:
                         for residual in (True, False):
                             self.launch(m, call, phase, residual=residual)
             self.synchronize()

@@ -3,9 +3,9 @@ bench.all_reduce_soak`.
 
 Needs one CUDA device. Deployments: one rank a device where there are two and more, and 2, 4 and 8
 virtual ranks on one device. Each call has a random size (16 bytes to 64 KB, a multiple of 16, so most end
-in a part of a block), random inputs with -0.0, subnormals, infinities and NaN among them, a random
+in a part of a block; two-shot: 1 to 32 rows of 2 KB), random inputs with -0.0, subnormals, infinities and NaN among them, a random
 delay of each rank in front, and a random order of the ranks that share a device. Every element is
-compared with the fp32 reference, and a hash of all bits of all calls between the ranks. The slots
+compared with the fp32 reference, and a hash of all bits of all calls between the ranks. One-shot's slots
 are the engine's: two, re-armed behind each poll, with messages of different sizes after each other.
 
 Several graphs of 250 calls are replayed in random order; each tenth of the run replays each of them equally
@@ -28,7 +28,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.all_reduce_group import FORMS, OWN_SLOT, Group
+from bench.all_reduce_forms import FORMS
+from bench.all_reduce_group import Group
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
 
@@ -37,7 +38,8 @@ GRAPHS = 4
 TENTHS = 10
 LARGEST = 1 << 16  # bytes of a message
 DECAY = 0.02
-DEFAULT_FORMS = ("lamport_own_slot", "two_shot_split", "flag_split")
+ROW = 1024  # elements, of a two-shot message
+SOAKED = ("lamport_own_slot", "two_shot", "flag_split")
 
 
 @dataclass
@@ -65,10 +67,9 @@ class Outcome:
         return ratio is not None and abs(ratio - 1) <= DECAY
 
 
-def random_size(rng: random.Random, largest: int) -> int:
-    """Elements of a message: log-uniform in bytes, a multiple of 16 bytes."""
-    nbytes = 16 * 2 ** rng.uniform(0, math.log2(largest / 16))
-    return 8 * max(1, round(nbytes / 16))
+def random_size(rng: random.Random, largest: int, row: int = 8) -> int:
+    """Elements of a message of at most `largest` bytes: log-uniform, a multiple of `row`."""
+    return row * max(1, round(2 ** rng.uniform(0, math.log2(largest / (2 * row)))))
 
 
 def record(group: Group, seed: int, calls: int) -> list:
@@ -78,7 +79,7 @@ def record(group: Group, seed: int, calls: int) -> list:
     for _ in range(calls):
         order = list(range(group.world))
         rng.shuffle(order)
-        plan.append((random_size(rng, group.nbytes), order))
+        plan.append((random_size(rng, group.nbytes, group.row), order))
     return plan
 
 
@@ -166,7 +167,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=1_000_000, help="of each deployment")
     parser.add_argument("--time-limit", type=float, default=240.0, help="seconds in all")
     parser.add_argument(
-        "--forms", default=",".join(DEFAULT_FORMS),
+        "--forms", default=",".join(SOAKED),
         help="comma-separated; the first does --calls, the others a tenth",
     )  # fmt: skip
     parser.add_argument("--worlds", default="2,4,8", help="virtual ranks on one device")
@@ -175,8 +176,8 @@ def main() -> int:
         print("bench.all_reduce_soak needs a CUDA device; here is none")
         return 1
     forms = options.forms.split(",")
-    if unknown := [f for f in forms if f not in (*OWN_SLOT, "flag_split") or FORMS[f]]:
-        parser.error(f"--forms {unknown[0]}: choose from {', '.join(DEFAULT_FORMS)}")
+    if unknown := [f for f in forms if f not in SOAKED]:
+        parser.error(f"--forms {unknown[0]}: choose from {', '.join(SOAKED)}")
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     deployments = [devices[:8]] if len(devices) > 1 else []
     worlds = [len(d) for d in deployments]
@@ -192,8 +193,10 @@ def main() -> int:
             print(f"{form} x{world}: skipped, the time limit is spent")
             failed = True
             continue
-        config = AllReduceConfig(form.split("_own")[0].split("_split")[0], block=128, num_warps=4)
-        group = Group(form, world, where, LARGEST, pdl=len(where) == world, config=config)
+        algorithm = FORMS[form].algorithm
+        config = AllReduceConfig(algorithm, block=128, num_warps=4)
+        row = ROW if algorithm == "two_shot" else 0
+        group = Group(form, world, where, LARGEST, pdl=len(where) == world, config=config, row=row)
         total = options.calls if form == forms[0] else options.calls // 10
         first = sum(form == forms[0] for form, _, _ in jobs)
         share = left if number >= first else left * 0.9 / (first - number)

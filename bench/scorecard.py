@@ -106,7 +106,7 @@ def _all_reduce(gpus: int) -> list[Section]:
     sections = []
     for degree in (8, 4, 2):
         if degree <= gpus:
-            seconds = 16.0 + 4.0 * degree
+            seconds = 22.0 + 4.0 * degree
             command = ["--sections", "latency", "--time-limit", f"{seconds:.0f}"]
             if degree > 2:
                 command.append("--baselines")

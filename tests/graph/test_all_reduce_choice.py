@@ -50,11 +50,14 @@ def exchanges(graph):
 @pytest.mark.parametrize(
     "tp,phase,rows,expected",
     [
-        (2, "prefill", 2048, "lamport"),  # one message over the link either way, and one wait less
-        (4, "prefill", 2048, "two_shot"),
+        (2, "prefill", 64, "lamport"),  # 1 MB
+        (2, "prefill", 128, "two_shot"),
+        (2, "prefill", 2048, "two_shot"),
+        (4, "prefill", 32, "lamport"),
+        (4, "prefill", 64, "two_shot"),
+        (8, "prefill", 16, "lamport"),
+        (8, "prefill", 32, "two_shot"),
         (8, "prefill", 2048, "two_shot"),
-        (4, "prefill", 16, "lamport"),  # 256 KB
-        (8, "prefill", 16, "two_shot"),
         (8, "decode", 1, "lamport"),
         (8, "decode", 8, "lamport"),
     ],
@@ -70,12 +73,12 @@ def test_choice_by_ranks_and_bytes(tp, phase, rows, expected):
     launches = meta_launches(preset("qwen2.5-72b"), graph, None, context=4096, degree=tp)
     names = Counter(launch.kernel for launch in launches if "site" in launch.op.attrs)
     if expected == "two_shot":
-        last = {"gemv+Push": 2, "poll_residual": 2}
-        assert names == last | {f"two_shot+{name}": 2 for name in ("scatter", "reduce", "gather")}
+        steps = ("gemm+Scatter", "two_shot_publish", "two_shot_reduce+norm", "two_shot_gather")
+        assert names == {name: 2 for name in (*steps, "gemv+Push", "poll_residual")}
     else:
         assert names["poll_residual"] == 4
     for launch in launches:
-        if launch.op.kind in {"push", "poll_residual"} | set(STEPS["two_shot"]):
+        if launch.op.kind in {"push", "poll_residual", "two_shot_reduce", "two_shot_gather"}:
             one = phase == "prefill" and launch.op.layer == 1
             assert launch.config.algorithm == ("lamport" if one else expected)
             facts = {"world": tp, "nbytes": 16384 * (1 if one else rows)}
@@ -86,6 +89,8 @@ def test_links_and_overrides_decide_before_the_heuristic():
     for name, kinds in STEPS.items():
         assert exchanges(finished(4, "prefill", 64, (name,))) == kinds
     assert exchanges(finished(8, "prefill", 2048, ("lamport",))) == STEPS["lamport"]
+    # A decode step has at most 8 rows, none to split: two-shot there is one-shot.
+    assert exchanges(finished(8, "decode", 8, ("two_shot",))) == ["linear", "poll_residual"]
     set_override("all_reduce", AllReduceConfig("flag"))
     try:
         assert exchanges(finished(2, "prefill", 64)) == STEPS["flag"]
@@ -143,7 +148,7 @@ def test_two_shot_oracle_needs_every_owner(folder, monkeypatch):
     monkeypatch.setattr(
         Interpreter,
         "_two_shot_reduce",
-        lambda self, op, rank: honest(self, op, rank) * (rank != 2),
+        lambda self, op, rank: tuple(part * (rank != 2) for part in honest(self, op, rank)),
     )
     ours = Lockstep(folder, 4, algorithms=("two_shot",))
     assert not torch.allclose(ours.vocab_logits(ours.prefill(1, PROMPT)), expected, atol=1e-2)
@@ -209,13 +214,16 @@ def test_torch_without_nccl_is_said_before_any_work():
 
 
 def test_buffers_follow_the_algorithm():
-    message = 2048 * 16384
-    one_shot, two_shot = (exchange_sizes(8, [(name, message)]) for name in ("lamport", "two_shot"))
+    rows, hidden, message = 2048, 8192, 2048 * 16384
+    one_shot, two_shot, nccl_sizes = (
+        exchange_sizes(8, [(name, rows, hidden), (name, 1, hidden)]) for name in ("lamport", "two_shot", "nccl")
+    )  # fmt: skip
     assert one_shot.nbytes == EXCHANGE_SLOTS * 8 * message
-    assert two_shot.nbytes == EXCHANGE_SLOTS * 2 * message  # a scatter and a gather area
-    flag = exchange_sizes(8, [("flag", message), ("flag", 16384)])
+    # Partial sums of the own rows from every rank, y; flags, scales and one row. One area of each.
+    assert two_shot.slot_bytes == 0 and 0 < two_shot.nbytes - 2 * message < 48 << 10
+    flag = exchange_sizes(8, [("flag", rows, hidden), ("flag", 1, hidden)])
     assert flag.slot_bytes == 0 and flag.nbytes - 2 * message == flag.flag.data_offset < 4096
-    assert exchange_sizes(2, [("nccl", message)]).nccl and not two_shot.nccl
+    assert nccl_sizes.nccl and not two_shot.nccl
     # What the memory table reserves is what the graphs take.
     rows = (1, 8, 64, 2048)
     for tp in (2, 4, 8):

@@ -282,7 +282,8 @@ def test_verifier_finds_what_a_bad_pass_does():
 
 
 def test_dump_is_short_and_complete():
-    """80 layers fold to two; every pass has its section; both phases and the plan are there."""
+    """80 layers fold to two, in prefill to those and the last two; every pass has its section; both phases and the
+    plan are there."""
     text = dump_graph(preset("qwen2.5-72b"), 2)
     for transform in PASSES:
         assert text.count(f"== after {transform.__name__}") == 2

@@ -12,6 +12,7 @@ import torch
 import engine.kernels.messages as messages
 from engine.errors import EngineError
 from engine.kernels.all_reduce import (
+    TWO_SHOT_BYTES,
     AllReduceConfig,
     all_reduce,
     all_reduce_ref,
@@ -21,7 +22,6 @@ from engine.kernels.all_reduce import (
 )
 from engine.kernels.flag_all_reduce import FlagWorkspace, flag_all_reduce
 from engine.kernels.slots import LamportWorkspace, clear_slot, lamport_slots, peer_table
-from engine.kernels.two_shot import two_shot, two_shot_workspace
 from tests.kernels.collective_group import (
     assert_same,
     checksum,
@@ -86,38 +86,24 @@ def test_push_and_poll(world, dtype, device):
     assert bool((armed == -(2**15)).all())
 
 
-@pytest.mark.parametrize("algorithm", ["flag", "two_shot"])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_phases(algorithm, world, device):
-    """The split forms, as virtual ranks launch them: each phase for all ranks before the next."""
+def test_flag_phases(world, device):
+    """The split form, as virtual ranks launch it: all ranks publish before any reduces."""
     dtype = DTYPES[world == 4]
     shape = (1, 72) if world == 8 else (3, 264)  # 9 chunks on 8 ranks: some own nothing
-    slots = 2 if world == 4 else 3  # two slots: the own-slot rule
     status = status_words(device)
-    if algorithm == "flag":
-        workspace = FlagWorkspace(world, *shape, programs=2)
-        buffers = [workspace.allocate(device, NEAR_WRAP) for _ in range(world)]
-        phases = ("publish", "reduce")
-    else:
-        workspace = two_shot_workspace(world, *shape, slots=slots)
-        buffers = [workspace.allocate(device) for _ in range(world)]
-        phases = ("scatter", "reduce", "gather")
+    workspace = FlagWorkspace(world, *shape, programs=2)
+    buffers = [workspace.allocate(device, NEAR_WRAP) for _ in range(world)]
     table = peer_table(buffers, device)
     for call in range(5):
         *partials, residual = (t.to(device) for t in inputs(call, world, shape, dtype))
         outs = [residual.clone() for _ in range(world)]
-        for phase in phases:
+        for phase in ("publish", "reduce"):
             for r in range(world):
-                common = dict(rank=r, world=world, call_site=call, phase=phase, config=SMALL)
-                if algorithm == "flag":
-                    flag_all_reduce(
-                        partials[r], table, outs[r], outs[r], status, workspace, **common
-                    )
-                else:
-                    offsets = workspace.slot_offset(call), workspace.clear_offset(call)
-                    two_shot(
-                        partials[r], buffers[r], table, *offsets, outs[r], outs[r], status, **common
-                    )
+                flag_all_reduce(
+                    partials[r], table, outs[r], outs[r], status, workspace, rank=r, world=world,
+                    call_site=call, phase=phase, config=SMALL,
+                )  # fmt: skip
         reference = all_reduce_ref(partials, residual)
         for r in range(world):
             assert_same(outs[r], reference, f"rank {r} call {call}")
@@ -238,10 +224,10 @@ def test_slot_counts():
 
 
 def test_heuristic_and_limits():
-    assert heuristic(2, 16 << 20).algorithm == "lamport"
-    assert heuristic(8, 16 << 10).algorithm == "lamport"
-    assert heuristic(8, 8 << 20).algorithm == "two_shot"
-    assert heuristic(4, 8 << 20).algorithm == "two_shot"
+    for world, first in TWO_SHOT_BYTES.items():
+        assert heuristic(world, first - 16384).algorithm == "lamport"
+        assert heuristic(world, first).algorithm == "two_shot"
+        assert heuristic(world, 8 * 16384).algorithm == "lamport", "8 rows of 72B"
     with pytest.raises(EngineError, match="multiple of 8"):
         LamportWorkspace(2, 1, 12, 3)
     with pytest.raises(EngineError, match="prefill bucket"):
@@ -261,8 +247,6 @@ LAUNCHES = {
     "lamport_split": ("push", "poll"),
     "flag": ("both",),
     "flag_split": ("publish", "reduce"),
-    "two_shot": ("all",),
-    "two_shot_split": ("scatter", "reduce", "gather"),
 }
 
 
@@ -273,9 +257,7 @@ def launch(algorithm, phase, x, buffer, table, space, residual, out, status, **c
         return
     call = common["call_site"]
     offsets = space.slot_offset(call), space.clear_offset(call)
-    if algorithm.startswith("two_shot"):
-        two_shot(x, buffer, table, *offsets, residual, out, status, phase=phase, **common)
-    elif phase == "push":
+    if phase == "push":
         where = {key: common[key] for key in ("rank", "world", "config")}
         push(x, table, offsets[0], **where)
     elif phase == "poll":
@@ -294,10 +276,6 @@ def launch(algorithm, phase, x, buffer, table, space, residual, out, status, **c
         ("flag", 2, 60),
         ("flag", 4, 30),
         ("flag_split", 8, 16),
-        ("two_shot", 2, 60),
-        ("two_shot", 4, 30),
-        ("two_shot_split", 2, 100),
-        ("two_shot_split", 8, 40),
     ],
 )
 def test_processes(algorithm, world, calls, device, monkeypatch):
@@ -316,8 +294,7 @@ def test_processes(algorithm, world, calls, device, monkeypatch):
         workspace = FlagWorkspace(world, *shapes[0], programs=1)
         buffers = [workspace.allocate("cpu", NEAR_WRAP).share_memory_() for _ in range(world)]
     else:
-        kind = two_shot_workspace if algorithm.startswith("two_shot") else LamportWorkspace
-        workspace = kind(world, *shapes[0], slots=slots)
+        workspace = LamportWorkspace(world, *shapes[0], slots=slots)
         buffers = [workspace.allocate("cpu").share_memory_() for _ in range(world)]
     table = peer_table(buffers, "cpu")
     status = torch.zeros(8, dtype=torch.int32).share_memory_()
