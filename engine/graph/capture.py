@@ -15,6 +15,7 @@ import torch
 from engine.graph.lower import Launch
 from engine.kernels.sync import ABORT_INTERRUPTED
 from engine.runtime import nccl
+from engine.runtime.jit import hash_compiler
 
 Captured = list[tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]]  # a graph a device
 
@@ -139,6 +140,7 @@ def warm(
         torch.zeros(1, device=item[1].device)
         run(item)
 
+    hash_compiler()
     status[0] = ABORT_INTERRUPTED
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
         list(pool.map(compile_one, first.values()))
@@ -149,30 +151,37 @@ def warm(
     seen: set[tuple[str, int]] = set()
     for program in programs:
         columns = list(zip(*program.launches))
-
-        def new(column: tuple[Launch, ...], program: Program = program) -> bool:
-            return any(
-                (item.key, stream.device.index) not in seen
-                for item, stream in zip(column, program.streams)
-            )
-
-        # A send and its wait run together or not at all: a wait alone would spin until it expires.
-        sites = {
-            _site(column[0]) for column in columns if _site(column[0]) is not None and new(column)
-        }
-        for column in columns:
-            site = _site(column[0])
-            if not (site in sites if site is not None else new(column)):
-                continue
+        for index in new_columns(columns, [s.device.index for s in program.streams], seen):
+            column = columns[index]
             if column[0].messages is not None:
                 carry(column, program.streams)
             for item, stream in zip(column, program.streams):
                 if item.messages is None:
                     run((item, stream))
-                seen.add((item.key, stream.device.index))
-            if site is not None:
+            if _site(column[0]) is not None:
                 for device in devices:
                     torch.cuda.synchronize(device)
     for device in devices:
         torch.cuda.synchronize(device)
     return len({key for key, _ in seen})
+
+
+def new_columns(
+    columns: Sequence[Sequence[Launch]], devices: Sequence[int], seen: set[tuple[str, int]]
+) -> list[int]:
+    """Indices of the launches to run so that every (key, device) of `columns` has run; adds those to `seen`.
+
+    A send and its wait run together or not at all: a wait alone would spin until it expires. Layers exchange
+    alike, so of their all-reduces only the first of each kind runs.
+    """
+    groups: dict[object, list[int]] = {}
+    for index, column in enumerate(columns):
+        site = _site(column[0])
+        groups.setdefault(("alone", index) if site is None else site, []).append(index)
+    chosen: list[int] = []
+    for group in groups.values():
+        keys = {(item.key, at) for index in group for item, at in zip(columns[index], devices)}
+        if not keys <= seen:
+            seen |= keys
+            chosen += group
+    return sorted(chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,6 +204,7 @@ def create_gpu_executor(
     from engine.runtime.exchange import graph_exchange
     from engine.runtime.gpu import GpuExecutor
     from engine.runtime.graphs import compile_graphs, compile_tails
+    from engine.runtime.jit import hash_compiler, settle_keys
     from engine.runtime.links import choose_transport, probe_links
     from engine.tune.choose import set_target
 
@@ -217,6 +219,8 @@ def create_gpu_executor(
         buckets = prefill_buckets(engine.max_model_len or config.max_position_embeddings)
         properties = torch.cuda.get_device_properties(devices[0])
         set_target(properties.name, properties.multi_processor_count)
+        settle_keys()
+        threading.Thread(target=hash_compiler, name="hash", daemon=True).start()
     with phases.phase("links"):
         algorithms = Graph.algorithms
         if tp > 1:
