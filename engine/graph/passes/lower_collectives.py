@@ -8,7 +8,9 @@ middle one waits for the first and sends to the last) or the flag barrier.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from engine.graph.facts import all_reduce_algorithm
 from engine.graph.ir import Graph, Op, Value, make_op
@@ -38,6 +40,11 @@ def lower_collectives(graph: Graph) -> Graph:
     ops: list[Op] = []
     skip: set[int] = set()
     site = 0
+
+    @cache
+    def algorithm(nbytes: int) -> str:
+        return all_reduce_algorithm(graph.tp, nbytes, graph.algorithms)
+
     for i, op in enumerate(graph.ops):
         if i in skip:
             continue
@@ -47,7 +54,7 @@ def lower_collectives(graph: Graph) -> Graph:
             if add.kind != "add" or add.input("x") != op.out:
                 raise AssertionError("an all_reduce is read by a residual add and nothing else")
             skip.add(reader)
-            ops += _all_reduce(op, add, graph, site)
+            ops += _all_reduce(op, add, site, algorithm)
             site += 1
         elif op.kind == "sample":
             ops += _sample(op, graph)
@@ -56,10 +63,10 @@ def lower_collectives(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def _all_reduce(op: Op, add: Op, graph: Graph, site: int) -> list[Op]:
+def _all_reduce(op: Op, add: Op, site: int, algorithm_of: Callable[[int], str]) -> list[Op]:
     partial, residual = op.input("x"), add.input("residual")
     rows, hidden = partial.shape
-    algorithm = all_reduce_algorithm(graph.tp, rows * hidden * ACT_BYTES, graph.algorithms)
+    algorithm = algorithm_of(rows * hidden * ACT_BYTES)
     sends = _SENDS[algorithm]
 
     def emit(kind: str, out: Value, **inputs: Value) -> Op:
