@@ -29,8 +29,12 @@ def hash_compiler() -> None:
 
 
 def settle_keys() -> None:
-    """Compute the key of every kernel function imported so far, callees before callers."""
+    """Compute the key of every kernel function imported so far, callees before callers.
+
+    Forgets the globals then: every launch would compare all of them, 2 us, and the engine changes none.
+    """
     done: set[str] = set()
+    hashed: list[JITCallable] = []
 
     def settle(module: ModuleType) -> None:
         if module.__name__ in done:
@@ -42,6 +46,9 @@ def settle_keys() -> None:
                 settle(sys.modules[function.__module__])
         for function in functions:  # a module defines a function above what calls it
             _ = function.cache_key
+        hashed.extend(functions)
 
     for name in sorted(name for name in sys.modules if name.startswith(KERNELS)):
         settle(sys.modules[name])
+    for function in hashed:
+        function.used_global_vals.clear()
