@@ -17,7 +17,8 @@ from engine.kernels.sync import ABORT_INTERRUPTED
 from engine.runtime import nccl
 from engine.runtime.jit import hash_compiler
 
-Captured = list[tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]]  # a graph a device
+Line = tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]
+Captured = list[Line]  # one a device
 
 
 def _site(launch: Launch) -> object:
@@ -25,6 +26,19 @@ def _site(launch: Launch) -> object:
     if launch.op.is_send or launch.op.is_wait:
         return launch.op.attrs.get("site", "sampling")
     return None
+
+
+def _uses_blas(launch: Launch) -> bool:
+    return getattr(launch.config, "kernel", None) == "cublas"
+
+
+def _enter_thread(stream: torch.cuda.Stream, blas: bool = False) -> None:
+    """A thread has no CUDA context until it makes a runtime call; TMA descriptors need one. blas: its handle and
+    workspace too, which a capture must not make."""
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        square = torch.zeros((16, 16), dtype=torch.bfloat16, device=stream.device)
+        if blas:
+            torch.mm(square, square)
 
 
 class Program:
@@ -68,15 +82,30 @@ class Program:
             first = last + 1
 
     def _capture_columns(self, columns: range) -> Captured:
-        captured = []
-        for stream, ranks in self._local.items():
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
+        """Devices side by side, in threads: what a launch and the end of a capture do in the driver, they do
+        without the interpreter's lock."""
+        if len(self._local) == 1:
+            return [self._capture_line(columns, *line) for line in self._local.items()]
+
+        def capture(line: tuple[torch.cuda.Stream, list[int]]) -> Line:
+            _enter_thread(line[0], any(_uses_blas(launch) for launch in self.launches[line[1][0]]))
+            return self._capture_line(columns, *line)
+
+        with ThreadPoolExecutor(len(self._local), thread_name_prefix="capture") as pool:
+            return list(pool.map(capture, self._local.items()))
+
+    def _capture_line(self, columns: range, stream: torch.cuda.Stream, ranks: list[int]) -> Line:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            stream.synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
                 for index in columns:
                     for rank in ranks:
                         self.launches[rank][index].run()
-            captured.append((stream, graph))
-        return captured
+            finally:
+                graph.capture_end()
+        return stream, graph
 
     def _is_joint(self, index: int) -> bool:
         return self.launches[0][index].messages is not None
@@ -136,8 +165,7 @@ def warm(
             launch.run()
 
     def compile_one(item: tuple[Launch, torch.cuda.Stream]) -> None:
-        # A thread has no CUDA context until it makes a runtime call; TMA descriptors need one.
-        torch.zeros(1, device=item[1].device)
+        _enter_thread(item[1])
         run(item)
 
     hash_compiler()

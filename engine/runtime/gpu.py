@@ -101,6 +101,7 @@ class GpuExecutor:
         with self._phases.phase("compile"):
             kernels = warm(programs, self.streams, self.ranks[0].status)
             reset(self.ranks)
+        torch.cuda.empty_cache()
         free = self._free_memory()
         with self._phases.phase("capture"):
             later = {p for key, p in self._programs.items() if self._lazy and key[0] == "prefill"}
