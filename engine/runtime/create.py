@@ -213,14 +213,14 @@ def create_gpu_executor(
     config.shard(degree)
     phases = Phases()
     with phases.phase("check"):
+        threading.Thread(target=hash_compiler, name="hash", daemon=True).start()
+        settle_keys()
         devices = _devices(engine, tp)
         model = _open(engine, config, "cuda")
         dtype = model.dtype
         buckets = prefill_buckets(engine.max_model_len or config.max_position_embeddings)
         properties = torch.cuda.get_device_properties(devices[0])
         set_target(properties.name, properties.multi_processor_count)
-        settle_keys()
-        threading.Thread(target=hash_compiler, name="hash", daemon=True).start()
     with phases.phase("links"):
         algorithms = Graph.algorithms
         if tp > 1:
@@ -243,7 +243,7 @@ def create_gpu_executor(
             config, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
             prompt_logits_bucket=prompt_logits_bucket(max_model_len), only=only,
             fp8_prefill=engine.fp8_prefill(model.quantization), fp8_kv=engine.fp8_kv,
-            algorithms=algorithms, adapt=model.adapt,
+            algorithms=algorithms, chunks=max_model_len > buckets[-1], adapt=model.adapt,
         )  # fmt: skip
         tails = compile_tails(
             config, tp, rows=engine.max_num_seqs, shard_of=engine.shard_of, algorithms=algorithms
