@@ -248,6 +248,7 @@ def create_gpu_executor(
         tails = compile_tails(
             config, tp, rows=engine.max_num_seqs, shard_of=engine.shard_of, algorithms=algorithms
         )
+        plans = {key: plan(graph, dtype.itemsize) for key, graph in graphs.items()}
         specs = model.specs(tp, engine.shard_of)
     with phases.phase("load"):
         weights = _load(model, specs, devices)
@@ -255,7 +256,7 @@ def create_gpu_executor(
         sizes = Sizes(
             slots=engine.max_num_seqs, rows=decode_rows(engine.max_num_seqs), tokens=buckets[-1],
             max_model_len=max_model_len,
-            arena_bytes=max(plan(graph, dtype.itemsize).arena_bytes for graph in graphs.values()),
+            arena_bytes=max(buffers.arena_bytes for buffers in plans.values()),
             gemm=gemm_workspace_sizes(
                 graphs.values(), lambda name: weights[0][name].weight.dtype, tuning=only is not None
             ),
@@ -274,7 +275,7 @@ def create_gpu_executor(
         "memory": str(table),
     }
     executor = GpuExecutor(
-        config, ranks, graphs, num_slots=engine.max_num_seqs, max_model_len=max_model_len,
+        config, ranks, graphs, plans, num_slots=engine.max_num_seqs, max_model_len=max_model_len,
         buckets=buckets, phases=phases, eager=engine.enforce_eager, lazy=engine.lazy_graphs,
         # Ranks that share a device also share its stream; there is nothing to overlap safely.
         pdl=len(set(devices)) == tp, facts=facts, tails=tails if only is None else None,
