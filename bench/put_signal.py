@@ -33,7 +33,12 @@ from engine.errors import DeviceError
 from engine.kernels.put_signal import ARMED
 from engine.runtime.links import describe, probe_links
 from engine.runtime.signal_watchdog import Watchdog
-from engine.runtime.stream_ops import independent, probe_stream_waits, stream_copy, stream_wait
+from engine.runtime.stream_ops import (
+    independent_streams,
+    probe_stream_waits,
+    stream_copy,
+    stream_wait,
+)
 from engine.runtime.stream_signal import Channel, capture
 
 SIZES = (16, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
@@ -60,12 +65,7 @@ class Pair:
     def __init__(self, devices: Sequence[torch.device], form: str, nbytes: int) -> None:
         waits, credit, self.engine, self.pdl = FORMS[form]
         self.gated = all(probe_stream_waits(device.index).memops for device in devices)
-        for _ in range(8):
-            self.streams = tuple(torch.cuda.Stream(device) for device in devices)
-            if independent(*self.streams) and independent(*self.streams[::-1]):
-                break
-        else:
-            raise DeviceError("no two streams that run while the other is held")
+        self.streams = independent_streams(*devices)
         ends = (devices, devices[::-1])
         self.channels = [Channel(nbytes, a, b, waits=waits, credit=credit) for a, b in ends]
         self.sources = [

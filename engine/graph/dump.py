@@ -17,7 +17,9 @@ DUMP_CONTEXT = 4096  # KV positions that the launches of the dump are configured
 
 def format_value(value: Value) -> str:
     """name:dtype[shape], with a mark for what is not replicated."""
-    mark = {"replicated": "", "sharded": " sharded", "partial": " partial"}[value.sharding]
+    mark = {"replicated": "", "sharded": " sharded", "partial": " partial", "rows": " rows"}[
+        value.sharding
+    ]
     return f"{value}:{value.dtype}[{','.join(map(str, value.shape))}]{mark}"
 
 
@@ -81,10 +83,14 @@ def dump_graph(
     from engine.graph.inspect import format_launches, meta_launches
 
     out: list[str] = []
+    before = ""
     for phase, count in (("decode", rows), ("prefill", tokens)):
 
         def observe(name: str, graph: Graph) -> None:
-            out.append(f"== after {name}\n{format_graph(graph)}")
+            nonlocal before
+            text = format_graph(graph)
+            out.append(f"== after {name}\n{'as before' if text == before else text}")
+            before = text
 
         unfused = build(
             config, phase=phase, rows=count, tp=tp, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv  # type: ignore[arg-type]

@@ -15,7 +15,6 @@ GEMV_MAX_ROWS = 8  # decode GEMV up to here, prefill GEMM beyond
 ALGORITHM = {  # the ops of an all-reduce that have a configuration
     "push": "lamport",
     "poll_residual": "lamport",
-    "two_shot_scatter": "two_shot",
     "two_shot_reduce": "two_shot",
     "two_shot_gather": "two_shot",
     "flag_publish": "flag",
@@ -25,11 +24,16 @@ ALGORITHM = {  # the ops of an all-reduce that have a configuration
 Choice = tuple[str, dict[str, Any]]  # op of engine.tune.choose, its key facts
 
 
-def all_reduce_algorithm(tp: int, nbytes: int, allowed: Sequence[str]) -> str:
-    """What sums a message of `nbytes` over `tp` ranks: the tuned choice if the links allow it, else the
-    first that they do."""
-    chosen: str = choose("all_reduce", {"world": tp, "nbytes": nbytes}).algorithm
-    return chosen if chosen in allowed else allowed[0]
+ACT_BYTES = 2  # activations are 16-bit wherever messages cost time
+
+
+def all_reduce_algorithm(tp: int, rows: int, hidden: int, allowed: Sequence[str]) -> str:
+    """What sums [rows, hidden] 16-bit values over `tp` ranks: the tuned choice if the links allow it, else the
+    first that they do. Decode steps have no rows to split: there two-shot is one-shot."""
+    fit = [name for name in allowed if name != "two_shot" or rows > GEMV_MAX_ROWS] or ["lamport"]
+    facts = {"world": tp, "nbytes": rows * hidden * ACT_BYTES}
+    chosen: str = choose("all_reduce", facts).algorithm
+    return chosen if chosen in fit else fit[0]
 
 
 def choice(

@@ -85,11 +85,12 @@ def _in_force(launch: Launch) -> Any:
 
 
 def format_launches(launches: list[Launch]) -> str:
-    """One line a launch; of the layers only the first, as the others are like it."""
-    lines = []
+    """One line a launch; of the layers behind the first only kernels that no layer before them has."""
+    lines, seen = [], set()
     for launch in launches:
-        if launch.op.layer:
+        if launch.op.layer and launch.key in seen:
             continue
+        seen.add(launch.key)
         layer = "-" if launch.op.layer is None else launch.op.layer
         library = "cublas" if launch.messages is None else "nccl"
         kernels = launch_grids(launch) or [(library, (), 0)]

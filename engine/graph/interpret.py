@@ -18,6 +18,7 @@ from engine.graph.ir import Graph, Op, Value
 from engine.kernels.argmax import sample_ref
 from engine.kernels.decode_attention import decode_attention_ref
 from engine.kernels.embedding import embedding_ref
+from engine.kernels.epilogue import shard_rows
 from engine.kernels.gather_row import gather_row_ref
 from engine.kernels.gemm import linear_ref
 from engine.kernels.kv_fp8 import write_kv
@@ -276,21 +277,33 @@ class Interpreter:
     _two_shot_scatter = _flag_publish = _push
     _flag_reduce = _poll_residual
 
+    def _two_shot_publish(self, op: Op, rank: int) -> torch.Tensor:
+        return self.env[rank][op.input("message")]
+
     def _nccl_gather(self, op: Op, rank: int) -> torch.Tensor:
         return self.env[rank][op.input("message")]
 
-    def _two_shot_reduce(self, op: Op, rank: int) -> torch.Tensor:
-        """The rank's own shard of the sum; zeros elsewhere."""
-        total = self._poll_residual(op, rank)
-        chunks = -(-total.numel() // 8)  # of 8 values: the kernels' 16 bytes
-        shard = -(-chunks // len(self.env)) * 8
-        own = torch.zeros_like(total)
-        part = slice(rank * shard, (rank + 1) * shard)
-        own.view(-1)[part] = total.view(-1)[part]
-        return own
+    def _own_rows(self, rank: int, rows: int) -> slice:
+        shard = shard_rows(rows, len(self.env))
+        return slice(rank * shard, (rank + 1) * shard)
 
-    def _two_shot_gather(self, op: Op, rank: int) -> torch.Tensor:
-        return self._sum(op.input("message")).to(self._act(rank))
+    def _two_shot_reduce(self, op: Op, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm and the sum of the rank's own rows; NaN in those that it does not hold."""
+        total = self._poll_residual(op, rank)
+        h = torch.full_like(total, float("nan"))
+        own = self._own_rows(rank, len(h))
+        h[own] = total[own]
+        return rmsnorm_ref(h, self._read(op, "weight", rank), op.attrs["eps"]), h
+
+    def _two_shot_gather(self, op: Op, rank: int) -> tuple[torch.Tensor, ...]:
+        y, h = (self._whole(op.input(role)) for role in ("message", "h"))
+        outputs = quantize_rows_ref(y) if op.out.dtype == "fp8" else (y,)
+        return (*outputs, h[-1:]) if op.attrs.get("last") else outputs
+
+    def _whole(self, value: Value) -> torch.Tensor:
+        """Each rank's own rows."""
+        parts = [env[value][self._own_rows(r, len(env[value]))] for r, env in enumerate(self.env)]
+        return torch.cat(parts)
 
     def _gather_row(self, op: Op, rank: int) -> torch.Tensor:
         assert self.step.request is not None

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from engine.weights import WeightSpec
 
-Sharding = Literal["replicated", "sharded", "partial"]
+# rows: every rank has the shape of the whole, and the values of the rows that it owns (kernels/two_shot.py).
+Sharding = Literal["replicated", "sharded", "partial", "rows"]
 Dtype = Literal["act", "f32", "i32", "fp8"]
 Kind = Literal["temp", "weight", "state", "input"]
 Phase = Literal["decode", "prefill"]
@@ -24,7 +25,7 @@ OP_KINDS: dict[str, str] = {
     "embedding": "y[n,H] = table[tokens]",
     "rmsnorm": "y = x / rms(x) * weight",
     "linear": "y[n,N] = x[n,K] @ w[N,K]^T (+ bias); attrs norm_eps: x is RMS-normalised with the "
-    "norm weight first; epilogue: store | silu_mul | rope_append | residual | push | maxima (a second "
+    "norm weight first; epilogue: store | silu_mul | rope_append | residual | push | two_shot_scatter | maxima (a second "
     "output, that of argmax_partial); with an x_scale [n], x is FP8; with a message, x is the residual: h = "
     "x + the message summed over ranks takes its place and is the last output",
     "quantize_rows": "y, scale[n] = x / scale as FP8, max |x| / 448 of each row",
@@ -40,9 +41,11 @@ OP_KINDS: dict[str, str] = {
     "all_reduce": "y = sum of x over the ranks",
     "push": "send the partial sum into every rank's slot (one-shot all-reduce, first half)",
     "poll_residual": "y = residual + sum over ranks of the slot (second half)",
-    "two_shot_scatter": "send each shard of the partial sum to its owner (two-shot all-reduce, first third)",
-    "two_shot_reduce": "residual + sum over ranks of the own shard, sent to every rank (second third)",
-    "two_shot_gather": "y = the shards of all owners (last third)",
+    "two_shot_scatter": "send each row of the partial sum to its owner (two-shot all-reduce, first of four)",
+    "two_shot_publish": "tell every rank that its rows are there",
+    "two_shot_reduce": "h = residual + sum over ranks, of the own rows; its norm, as FP8 with attrs quantize, sent to "
+    "every rank; outputs: the message, h",
+    "two_shot_gather": "y = the norm of all rows (y and scale[n] if it is FP8); attrs last: and h of row length - 1",
     "flag_publish": "lay the partial sum open to the peers and raise a flag (flag all-reduce, first half)",
     "flag_reduce": "y = residual + sum over ranks, read from the peers behind their flags (second half)",
     "nccl_gather": "NCCL carries every rank's message into every rank's slot, where there is no peer access: "
@@ -64,7 +67,8 @@ OP_KINDS: dict[str, str] = {
 
 # Launches that other ranks depend on, and launches that depend on other ranks.
 SENDS = frozenset(
-    {"push", "two_shot_scatter", "two_shot_reduce", "flag_publish", "nccl_gather"}
+    {"push", "two_shot_scatter", "two_shot_publish", "two_shot_reduce", "flag_publish"}
+    | {"nccl_gather"}
     | {"argmax_push", "sample_push"}
 )
 WAITS = frozenset(
@@ -120,7 +124,7 @@ class Op:
     @property
     def is_send(self) -> bool:
         """Whether other ranks depend on it: it writes into their memory."""
-        return self.kind in SENDS or self.attrs.get("epilogue") == "push"
+        return self.kind in SENDS or self.attrs.get("epilogue") in SENDS
 
     @property
     def polls(self) -> bool:

@@ -16,11 +16,20 @@ import torch
 from engine.graph.facts import ALGORITHM, GEMV_MAX_ROWS, Choice, choice
 from engine.graph.ir import Graph, Op, Value
 from engine.graph.lower_exchange import ExchangeOps
-from engine.graph.plan import BufferPlan, arena_outputs, value_bytes
+from engine.graph.plan import BufferPlan, arena_outputs, read_bytes, value_bytes
 from engine.kernels import argmax, sample
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.embedding import embedding
-from engine.kernels.epilogue import Epilogue, Maxima, Push, Residual, RopeAppend, SiluMul, Store
+from engine.kernels.epilogue import (
+    Epilogue,
+    Maxima,
+    Push,
+    Residual,
+    RopeAppend,
+    Scatter,
+    SiluMul,
+    Store,
+)
 from engine.kernels.gather_row import gather_row
 from engine.kernels.gemm import gemm
 from engine.kernels.gemv import gemv, gemv_programs
@@ -85,11 +94,17 @@ class _Lowering(ExchangeOps):
             if where not in views:
                 views[where] = self._tensor(value, offset)
             self.tensors[value] = views[where]
+        for op in graph.ops:
+            if op.kind == "two_shot_gather":
+                self._place_gathered(op)
         sites = [
-            op.attrs["site"] for op in graph.ops if "site" in op.attrs and "slots" not in op.attrs
+            op.attrs["site"]
+            for op in graph.ops
+            if op.kind == "poll_residual" and "slots" not in op.attrs
         ]
         # Sites alternate between two slots, also across replays and graphs: so their number is even.
-        assert not sites or max(sites) % EXCHANGE_SLOTS == EXCHANGE_SLOTS - 1, sites[-1]
+        assert not sites or sites[-1] - sites[0] == len(sites) - 1, sites
+        assert (sites[:1] or [0])[0] % EXCHANGE_SLOTS == len(sites) % EXCHANGE_SLOTS == 0, sites
 
     def launches(self) -> list[Launch]:
         return [getattr(self, f"_{op.kind}")(op) for op in self.graph.ops]
@@ -170,7 +185,7 @@ class _Lowering(ExchangeOps):
                 loaded = self.rank.weights[value.name]
                 total += loaded.weight.nbytes + (0 if loaded.scale is None else loaded.scale.nbytes)
             elif value.kind == "temp":
-                total += value_bytes(value, item)
+                total += read_bytes(op, value, item)
         return total + sum(value_bytes(value, item) for value in arena_outputs(op))
 
     # Ops
@@ -222,6 +237,8 @@ class _Lowering(ExchangeOps):
         if kind == "push":
             assert rank.peer_table is not None
             return Push(rank.peer_table, self._slot(op), rank.index, rank.world)
+        if kind == "two_shot_scatter":
+            return Scatter(self._end.message(op.out.shape[0]), self._end.far)
         out = self.tensors[op.out]
         if kind == "maxima":
             return self._maxima(op, out)

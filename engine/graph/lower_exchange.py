@@ -9,11 +9,10 @@ import torch
 
 from engine.graph.ir import Op, Value
 from engine.graph.plan import value_bytes
-from engine.kernels import all_reduce
+from engine.kernels import all_reduce, two_shot
 from engine.kernels.flag_all_reduce import flag_all_reduce
 from engine.kernels.gemv_poll import Poll
 from engine.kernels.slots import clear_slot
-from engine.kernels.two_shot import two_shot
 from engine.runtime.exchange import EXCHANGE_SLOTS
 
 if TYPE_CHECKING:
@@ -80,24 +79,40 @@ class ExchangeOps:
             phase=phase, detail=f"+{phase}",
         )  # fmt: skip
 
-    def _two_shot(
-        self, op: Op, phase: str, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
-    ) -> Launch:
-        rank, slot = self.rank, self._slot(op)
-        where = rank.exchange, rank.peer_table, slot, slot
-        return self._phase(op, two_shot, phase, x, *where, residual, out, rank.status)
+    def _place_gathered(self, op: Op) -> None:
+        """Outputs of a two-shot gather lie where the ranks wrote them."""
+        end, rows = self._end, op.input("message").shape[0]
+        fp8 = op.out.dtype == "fp8"
+        places = [end.y(rows, fp8), *([end.scales(rows)] if fp8 else [])]
+        places += [end.last()] if op.attrs.get("last") else []
+        self.tensors.update(zip(op.outputs, places))
+
+    @property
+    def _end(self) -> two_shot.TwoShotRank:
+        assert self.rank.two_shot is not None
+        return self.rank.two_shot
 
     def _two_shot_scatter(self, op: Op) -> Launch:
-        x = self._in(op, "x")
-        return self._two_shot(op, "scatter", x, None, x)
+        return self._launch(op, two_shot.two_shot_scatter, self._in(op, "x"), self._end)
+
+    def _two_shot_publish(self, op: Op) -> Launch:
+        return self._launch(op, two_shot.two_shot_publish, self._end)
 
     def _two_shot_reduce(self, op: Op) -> Launch:
-        residual = self._in(op, "residual")
-        return self._two_shot(op, "reduce", residual, residual, residual)  # the result is sent only
+        h, weight = self.tensors[op.outputs[1]], self._in(op, "weight")
+        return self._launch(
+            op, two_shot.two_shot_reduce, self._end, self._in(op, "residual"), h, weight,
+            self.rank.status, eps=op.attrs["eps"], fp8=op.attrs.get("quantize", False),
+            request=self.rank.request if op.attrs.get("last") else None,
+            call_site=op.attrs["site"],
+            detail="+quantize" if op.attrs.get("quantize") else "+norm",
+        )  # fmt: skip
 
     def _two_shot_gather(self, op: Op) -> Launch:
-        out = self.tensors[op.out]
-        return self._two_shot(op, "gather", out, None, out)
+        return self._launch(
+            op, two_shot.two_shot_gather, self._end, op.input("message").shape[0], self.rank.status,
+            call_site=op.attrs["site"],
+        )  # fmt: skip
 
     def _flag_publish(self, op: Op) -> Launch:
         rank, x = self.rank, self._in(op, "x")

@@ -15,7 +15,7 @@ ALIGN = 256  # bytes; keeps every row of every buffer 16-byte aligned for vector
 ITEMSIZE = {"f32": 4, "i32": 4, "fp8": 1}
 # Outputs that have no arena buffer: they live in exchange slots, argmax workspaces or the state.
 _ELSEWHERE = SENDS | {"sample", "argmax_partial", "argmax_poll", "argmax_finish", "sample_adjust"}
-_ELSEWHERE |= {"sample_gather", "sample_search", "sample_pick", "sample_settle"}
+_ELSEWHERE |= {"sample_gather", "sample_search", "sample_pick", "sample_settle", "two_shot_gather"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ def value_bytes(value: Value, act_bytes: int) -> int:
     return count * ITEMSIZE.get(value.dtype, act_bytes)
 
 
+def read_bytes(op: Op, value: Value, act_bytes: int) -> int:
+    """Bytes that the op reads of a temp: the whole, but of gather_row its one row."""
+    return value_bytes(op.out if op.kind == "gather_row" else value, act_bytes)
+
+
 def _aligned(value: Value, act_bytes: int) -> int:
     return -(-value_bytes(value, act_bytes) // ALIGN) * ALIGN
 
@@ -41,7 +46,9 @@ def _aligned(value: Value, act_bytes: int) -> int:
 def arena_outputs(op: Op) -> tuple[Value, ...]:
     """The op's outputs that are tensors in the arena."""
     epilogue = op.attrs.get("epilogue")
-    if op.kind in _ELSEWHERE or epilogue == "push":
+    if op.kind == "two_shot_reduce":
+        return op.outputs[1:]
+    if op.kind in _ELSEWHERE or epilogue in _ELSEWHERE:
         return ()
     return (op.out, *op.outputs[2:]) if epilogue == "maxima" else op.outputs
 

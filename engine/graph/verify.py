@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.graph.ir import OP_KINDS, SENDS, Graph, Op, Value
 from engine.weights import WeightSpec
@@ -91,6 +91,8 @@ def _check_alone(op: Op, tp: int, where: str) -> None:
         raise GraphError(f"{where}: unknown kind")
     if len(op.attrs.get("roles", ())) != len(op.inputs):
         raise GraphError(f"{where}: roles do not match the inputs")
+    if op.kind not in _TWO_SHOT and any(value.sharding == "rows" for value in op.inputs):
+        raise GraphError(f"{where}: reads rows that other ranks hold")
     _check_op(op, tp, where)
     _check_cache(op, where)
 
@@ -121,10 +123,14 @@ def _check_op(op: Op, tp: int, where: str) -> None:
             )
     elif op.kind == "argmax_partial":
         _check_maxima(op.input("logits"), op.out, where)
+    elif op.kind in _TWO_SHOT:
+        _check_two_shot(op, where)
     elif op.kind == "add" or "site" in op.attrs:
         _check_sum(op, where)
     elif op.kind == "all_reduce":
         _check_partial(op.input("x"), where)
+    elif op.kind == "gather_row":
+        _check_gathered(op.input("x"), op.out, where)
     elif op.kind in {"rmsnorm", "rmsnorm_quantize"}:
         if op.input("x").sharding != "replicated" or shapes["weight"] != shapes["x"][-1:]:
             raise GraphError(f"{where}: a norm needs whole rows: {shapes}")
@@ -142,9 +148,43 @@ def _check_op(op: Op, tp: int, where: str) -> None:
         raise GraphError(f"{where}: {shapes['x']} -> {op.out.shape}")
 
 
+_TWO_SHOT = frozenset(
+    {"two_shot_scatter", "two_shot_publish", "two_shot_reduce", "two_shot_gather"}
+)
+
+
+def _check_two_shot(op: Op, where: str) -> None:
+    """Partial sums in; a hidden state of own rows, and whole rows of its norm, out."""
+    _check_partial(op.inputs[0], where)
+    shape = op.inputs[0].shape
+    if op.kind == "two_shot_reduce":
+        residual, h = op.input("residual"), op.outputs[1]
+        if residual.sharding not in ("replicated", "rows") or h.sharding != "rows":
+            raise GraphError(f"{where}: {residual.sharding} residual, {h.sharding} hidden state")
+        if not residual.shape == h.shape == op.out.shape == shape:
+            raise GraphError(f"{where}: {shape} + {residual.shape} -> {h.shape}")
+        if op.input("weight").shape != shape[1:]:
+            raise GraphError(f"{where}: norm weight {op.input('weight').shape} for {shape}")
+    elif op.kind == "two_shot_gather":
+        last = op.outputs[-1:] if op.attrs.get("last") else ()
+        y = op.outputs[: len(op.outputs) - len(last)]
+        dtypes = tuple(value.dtype for value in y)
+        if dtypes not in (("act",), ("fp8", "f32")) or y[0].shape != shape:
+            raise GraphError(f"{where}: {shape} -> {dtypes} {y[0].shape}")
+        if any(value.shape != (1, shape[1]) for value in last):
+            raise GraphError(f"{where}: the last row is {last[0].shape}")
+    elif op.out.sharding != "partial" or op.out.shape != shape:
+        raise GraphError(f"{where}: {op.out.sharding} {op.out.shape} of {shape}")
+
+
 def _check_maxima(logits: Value, best: Value, where: str) -> None:
     if logits.dtype != "f32" or best.dtype != "f32" or best.shape != (logits.shape[0], 2):
         raise GraphError(f"{where}: maxima of {logits.dtype} {logits.shape} -> {best.shape}")
+
+
+def _check_gathered(x: Value, row: Value, where: str) -> None:
+    if x.sharding == "partial" or row != replace(x, name=row.name, shape=(1, *x.shape[1:])):
+        raise GraphError(f"{where}: a row of {x.sharding} {x.shape} -> {row.sharding} {row.shape}")
 
 
 def _check_sum(op: Op, where: str) -> None:

@@ -72,7 +72,8 @@ ALGORITHMS = ("lamport", "flag", "two_shot", "nccl")
 @dataclass(frozen=True)
 class AllReduceConfig:
     """algorithm: one of ALGORITHMS. block: 16-byte chunks a program handles at a time, a multiple
-    of 32 x num_warps (lanes must not be replicated). programs: most programs of a launch."""
+    of 32 x num_warps (lanes must not be replicated). programs: most programs of a launch. (Two-shot handles a row
+    at a time, in the form of the norm: `programs` alone is its own.)"""
 
     algorithm: str = "lamport"
     block: int = 128
@@ -92,21 +93,20 @@ class AllReduceConfig:
         return (max(1, min(self.programs, cdiv(chunks, self.block))),)
 
 
-# Bytes of one message from which two-shot beats one-shot: where (W - 1) - 2 (W - 1) / W messages
-# of link time (478 GB/s) outweigh a second exchange (about 2 us). Never at 2 ranks: both send one
-# message. Predicted; the measured ones are in the tuned cache.
-TWO_SHOT_BYTES = {2: None, 4: 640 << 10, 8: 180 << 10}
+# Bytes of one message from which two-shot beats one-shot in prefill: it waits twice for flags, sends half of a
+# message (72B at 2 ranks) behind the GEMM and re-arms nothing. The measured ones are in the tuned cache.
+TWO_SHOT_BYTES = {2: 2 << 20, 4: 1 << 20, 8: 512 << 10}
 
 
 def heuristic(world: int, nbytes: int) -> AllReduceConfig:
     """Algorithm and shape for a message of `nbytes` (rows x hidden x 2) on `world` ranks."""
-    limit = TWO_SHOT_BYTES.get(world, 256 << 10)
-    algorithm = "two_shot" if limit is not None and nbytes >= limit else "lamport"
+    if nbytes >= TWO_SHOT_BYTES.get(world, 1 << 20):
+        return AllReduceConfig("two_shot", programs=264)
     # Measured at 16 KB: 4 to 32 programs are equal, one program costs 2 us. Large messages want
     # every multiprocessor.
     if nbytes <= 256 << 10:
-        return AllReduceConfig(algorithm, block=128, num_warps=4, programs=128)
-    return AllReduceConfig(algorithm, block=256, num_warps=8, programs=132)
+        return AllReduceConfig("lamport", block=128, num_warps=4, programs=128)
+    return AllReduceConfig("lamport", block=256, num_warps=8, programs=132)
 
 
 @triton.jit(

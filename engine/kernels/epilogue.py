@@ -1,6 +1,6 @@
 """Epilogues of a linear layer: what becomes of y = scale * (x @ W^T) + bias while it is still in registers.
 
-Plain data, shared by the decode GEMV (all six) and the prefill GEMM (Store, Residual, SiluMul).
+Plain data, shared by the decode GEMV (all but Scatter) and the prefill GEMM (Store, Residual, SiluMul, Scatter).
 R rows, N outputs per rank. "16-bit" is bf16 or fp16, the dtype of the activations.
 Scale and bias come first, then the epilogue; y stays fp32 until the epilogue's single rounding.
 """
@@ -71,6 +71,23 @@ class Push:
     world: int
 
 
+def shard_rows(rows: int, world: int) -> int:
+    """Rows that a rank owns of a prefill's hidden states; the last ranks may own fewer."""
+    return -(-rows // world)
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """y rounded to 16 bits: each row goes straight into its owner's memory (kernels/two_shot.py).
+
+    out [S, N]: where this rank's partial sum of its own rows lies. Element (t, n) belongs to rank t // S and lands
+    far[t // S] bytes from out[t % S, n]; far int64 [world] on the device, multiples of 16.
+    """
+
+    out: torch.Tensor
+    far: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Maxima:
     """out[R, N] = y fp32 (lm_head logits), and of each program's outputs the best (value, id) of a row.
@@ -94,4 +111,6 @@ class Maxima:
     request: torch.Tensor | None = None
 
 
-Epilogue = Store | Residual | SiluMul | RopeAppend | Push | Maxima
+GemvEpilogue = Store | Residual | SiluMul | RopeAppend | Push | Maxima
+GemmEpilogue = Store | Residual | SiluMul | Scatter
+Epilogue = GemvEpilogue | GemmEpilogue

@@ -1,6 +1,6 @@
 """Prefill GEMM: y[T, N] = x[T, K] @ w[N, K]^T (* scale[N]) (+ bias[N]), then an epilogue.
 
-Store, Residual or SiluMul. x is bf16 or fp16, w the same or float8_e4m3fn (converted tile by tile,
+Store, Residual, SiluMul or Scatter. x is bf16 or fp16, w the same or float8_e4m3fn (converted tile by tile,
 exact, so FP8 runs on the 16-bit tensor cores: W8A16), accumulation fp32. T is the prefill bucket,
 16 to 8192 rows; rows past the request are computed like the others and never change a real row's
 bits.
@@ -31,12 +31,19 @@ import torch
 
 from engine.errors import EngineError
 from engine.kernels import gemm_async, gemm_fp8, gemm_kernel
-from engine.kernels.epilogue import Epilogue, Residual, SiluMul, Store
+from engine.kernels.epilogue import (
+    Epilogue,
+    GemmEpilogue,
+    Residual,
+    Scatter,
+    SiluMul,
+    Store,
+    shard_rows,
+)
 from engine.kernels.gemm_config import (
     FP8,
     W8A8,
     GemmConfig,
-    GemmEpilogue,
     Operands,
     heuristic,
     workspace_sizes,
@@ -57,6 +64,7 @@ __all__ = [
     "GemmConfig",
     "GemmWorkspace",
     "Residual",
+    "Scatter",
     "SiluMul",
     "Store",
     "gemm",
@@ -108,7 +116,7 @@ def gemm(
 
     x [T, K] bf16 or fp16, w [N, K] the same dtype or float8_e4m3fn, unit stride along K; scale fp32
     [N]; bias [N]. Or x and w float8_e4m3fn with x_scale fp32 [T]: y = (x @ w^T) * x_scale * scale.
-    Epilogue: Store, Residual or SiluMul; outputs have unit stride along N.
+    Epilogue: Store, Residual, SiluMul or Scatter; outputs have unit stride along N.
     A configuration for the other kind of x is replaced by the heuristic's.
     Without a workspace a split-K configuration runs unsplit, and cuBLAS + SiluMul runs on Triton.
     "async" runs on Triton too where it cannot (16-bit weights, rows not 16-byte aligned, the
@@ -126,6 +134,8 @@ def gemm(
         if _cublas(call, None if workspace is None else workspace.scratch):
             return
         config = heuristic(t, n, k, w.dtype)
+        if isinstance(epilogue, Scatter):  # the workspace is sized for the chosen configuration
+            config = replace(config, split_k=1)
     split = 1 if workspace is None else min(config.split_k, cdiv(k, config.block_k))
     if workspace is not None and split > 1:
         need = workspace_sizes(config, t, n, type(epilogue))
@@ -157,7 +167,7 @@ def _checked(
 ) -> GemmEpilogue:
     if not isinstance(epilogue, GemmEpilogue):
         raise EngineError(
-            f"gemm: no {type(epilogue).__name__} epilogue; it has Store, Residual, SiluMul"
+            f"gemm: no {type(epilogue).__name__} epilogue; it has Store, Residual, SiluMul, Scatter"
         )
     if x.dtype not in (*gemm_kernel.TL_DTYPE, FP8) or w.dtype not in (x.dtype, FP8):
         raise EngineError(
@@ -166,7 +176,10 @@ def _checked(
     if (x.dtype == FP8) != (x_scale is not None) or (x_scale is not None and scale is None):
         raise EngineError("gemm: an e4m3 x needs x_scale and scale, and only that takes x_scale")
     columns = w.shape[0] // 2 if isinstance(epilogue, SiluMul) else w.shape[0]
-    if x.shape[1] != w.shape[1] or tuple(epilogue.out.shape) != (x.shape[0], columns):
+    rows = x.shape[0]
+    if isinstance(epilogue, Scatter):
+        rows = shard_rows(rows, epilogue.far.numel())
+    if x.shape[1] != w.shape[1] or tuple(epilogue.out.shape) != (rows, columns):
         raise EngineError(
             f"gemm: x {tuple(x.shape)} with w {tuple(w.shape)} into {tuple(epilogue.out.shape)}"
         )
@@ -186,6 +199,8 @@ def _cublas(call: Operands, scratch: torch.Tensor | None) -> bool:
     """
     x, w, bias, out = call.x, call.w, call.bias, call.out
     if w.dtype != x.dtype or call.scale is not None or out.dtype != x.dtype:
+        return False
+    if isinstance(call.epilogue, Scatter):
         return False
     if isinstance(call.epilogue, Residual):
         if bias is not None:

@@ -35,9 +35,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from engine.kernels.gemm_config import GemmConfig, Operands
 from engine.kernels.gemm_tile import (
     RESIDUAL,
+    SCATTER,
     SILU_MUL,
     add_parts,
     leave_part,
+    owners,
     tile_of_program,
     upcast_fp8,
 )
@@ -90,7 +92,7 @@ def _step(
 
 @gluon.jit
 def _store(
-    y, out, residual, first_t, first_n, T, N, out_stride, res_stride, ADD: gl.constexpr
+    y, out, residual, first_t, first_n, T, N, out_stride, res_stride, EPILOGUE: gl.constexpr
 ):  # fmt: skip
     """y fp32 [rows of w, tokens] (+ residual) -> out[t, n], 16 contiguous bytes a thread."""
     ROWS: gl.constexpr = y.shape[0]
@@ -100,12 +102,15 @@ def _store(
     t = first_t + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     n = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     inside = (t[None, :] < T) & (n[:, None] < N)
-    if ADD:
+    if EPILOGUE == RESIDUAL:
         place = t[None, :].to(gl.int64) * res_stride + n[:, None]
         old = gl.load(residual + place, mask=inside, other=0.0).to(gl.float32)
         value = (old + gl.convert_layout(y, LAYOUT)).to(out.dtype.element_ty)
     else:
         value = gl.convert_layout(y.to(out.dtype.element_ty), LAYOUT)
+    if EPILOGUE == SCATTER:
+        t, away = owners(t, T, residual, res_stride)
+        out += away[None, :]
     gl.store(out + t[None, :].to(gl.int64) * out_stride + n[:, None], value, mask=inside)
 
 
@@ -135,10 +140,11 @@ def _epilogue(
     first_n = tile_n * ROWS
     if EPILOGUE == RESIDUAL:  # half the tokens at a time: fewer registers
         left, right = gl.split(acc.reshape([ROWS, 2, BT // 2]).permute((0, 2, 1)))
-        _store(left, out, residual, first_t, first_n, T, N, out_stride, res_stride, True)
-        _store(right, out, residual, first_t + BT // 2, first_n, T, N, out_stride, res_stride, True)
+        second_t = first_t + BT // 2
+        _store(left, out, residual, first_t, first_n, T, N, out_stride, res_stride, EPILOGUE)
+        _store(right, out, residual, second_t, first_n, T, N, out_stride, res_stride, EPILOGUE)
     else:
-        _store(acc, out, residual, first_t, first_n, T, N, out_stride, res_stride, False)
+        _store(acc, out, residual, first_t, first_n, T, N, out_stride, res_stride, EPILOGUE)
 
 
 @gluon.jit

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.epilogue import Residual, SiluMul, Store
+from engine.kernels.epilogue import GemmEpilogue, Residual, Scatter, SiluMul, Store
 from engine.kernels.integers import cdiv, next_power_of_2
-
-GemmEpilogue = Store | Residual | SiluMul
 
 FP8 = torch.float8_e4m3fn
 W8A8 = "w8a8"  # weight_dtype of a key whose x is FP8 as well, and the kernel that takes it
@@ -69,12 +67,15 @@ class Operands:
 
     @property
     def residual(self) -> torch.Tensor:
+        """Of Residual, or the `far` of Scatter."""
+        if isinstance(self.epilogue, Scatter):
+            return self.epilogue.far
         return self.epilogue.residual if isinstance(self.epilogue, Residual) else self.out
 
     @property
     def kind(self) -> int:
-        """EPILOGUE of the kernels: STORE, RESIDUAL or SILU_MUL of gemm_tile.py."""
-        return (Store, Residual, SiluMul).index(type(self.epilogue))
+        """EPILOGUE of the kernels: STORE, RESIDUAL, SILU_MUL or SCATTER of gemm_tile.py."""
+        return (Store, Residual, SiluMul, Scatter).index(type(self.epilogue))
 
     def pointers(self, *names: str) -> list[torch.Tensor]:
         """out, residual and the tensors of these names; out again, never read, for those that the call lacks."""
@@ -89,8 +90,10 @@ class Operands:
         return [TensorDescriptor.from_tensor(m, [rows, config.block_k]) for m, rows in blocks]
 
     def strides(self) -> list[int]:
-        """Elements from row to row of x, w, out and residual."""
-        return [m.stride(0) for m in (self.x, self.w, self.out, self.residual)]
+        """Elements from row to row of x, w, out and residual; for Scatter the last is the rows of a shard."""
+        first = [m.stride(0) for m in (self.x, self.w, self.out)]
+        scatter = isinstance(self.epilogue, Scatter)
+        return [*first, self.out.shape[0] if scatter else self.residual.stride(0)]
 
     def constants(self, config: GemmConfig, pdl: bool) -> dict[str, Any]:
         """The compile-time arguments and options that all kernels take."""

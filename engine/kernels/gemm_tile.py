@@ -15,6 +15,7 @@ from engine.kernels.sync import INTERPRET
 STORE = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
 SILU_MUL = tl.constexpr(2)
+SCATTER = tl.constexpr(3)
 
 # Four e4m3 -> four bf16. S EEEE MMM is sign-extended to 16 bits, shifted to the place of bf16's
 # sign, low exponent and high mantissa bits, and scaled by 2^120, the difference of the two exponent
@@ -88,6 +89,15 @@ def _across(v, SWAP: tl.constexpr):
 
 
 @triton.jit
+def _along(v, SWAP: tl.constexpr):
+    """A vector over tokens, likewise."""
+    if SWAP:
+        return v[None, :]
+    else:
+        return v[:, None]
+
+
+@triton.jit
 def _offsets(t, n, stride, SWAP: tl.constexpr):
     if SWAP:
         return t[None, :].to(tl.int64) * stride + n[:, None]
@@ -104,12 +114,22 @@ def _inside(t, n, T, N, SWAP: tl.constexpr):
 
 
 @triton.jit
+def owners(t, T, far, S):
+    """Rows t -> (row in its owner's shard of S rows, 16-bit elements from the own memory to the owner's)."""
+    owner = t // S
+    away = tl.load(far + owner, mask=t < T, other=0) // 2
+    return t - owner * S, tl.multiple_of(away, 8)
+
+
+@triton.jit
 def finish_tile(
     acc, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
     BT: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """acc fp32 ([BN, BT] if SWAP, else [BT, BN]) -> scale, bias, epilogue, one rounding, store."""
+    """acc fp32 ([BN, BT] if SWAP, else [BT, BN]) -> scale, bias, epilogue, one rounding, store.
+
+    SCATTER: residual is `epilogue.Scatter.far`, res_stride the rows of a shard."""
     t = tile_t * BT + tl.arange(0, BT)
     n = tile_n * BN + tl.arange(0, BN)
     if HAS_SCALE:
@@ -129,6 +149,9 @@ def finish_tile(
     if EPILOGUE == RESIDUAL:
         old = tl.load(residual + _offsets(t, n, res_stride, SWAP), mask=inside, other=0.0)
         acc = old.to(tl.float32) + acc
+    if EPILOGUE == SCATTER:
+        t, away = owners(t, T, residual, res_stride)
+        out += _along(away, SWAP)
     tl.store(out + _offsets(t, n, out_stride, SWAP), acc.to(out.dtype.element_ty), mask=inside)
 
 

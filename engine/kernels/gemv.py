@@ -32,7 +32,7 @@ import torch
 import triton
 
 from engine.errors import EngineError
-from engine.kernels.epilogue import Epilogue, Maxima, Push, Residual, RopeAppend, SiluMul, Store
+from engine.kernels.epilogue import GemvEpilogue, Maxima, Push, Residual, RopeAppend, SiluMul, Store
 from engine.kernels.gemv_config import (
     GemvConfig,
     heuristic,
@@ -68,7 +68,7 @@ __all__ = [
 MAX_ROWS = 8
 
 
-def _check(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> tuple[int, int, int]:
+def _check(x: torch.Tensor, w: torch.Tensor, epilogue: GemvEpilogue) -> tuple[int, int, int]:
     rows, k = x.shape
     n = w.shape[0]
     if w.shape[1] != k:
@@ -80,7 +80,7 @@ def _check(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue) -> tuple[int, i
     return rows, n, k
 
 
-def _epilogue_arguments(x: torch.Tensor, n: int, epilogue: Epilogue) -> dict:
+def _epilogue_arguments(x: torch.Tensor, n: int, epilogue: GemvEpilogue) -> dict:
     """The kernel arguments that an epilogue decides, by name (both kernels take the same)."""
     arguments: dict = dict.fromkeys(
         (
@@ -180,7 +180,7 @@ class Options(Linear, total=False):
 def plan_gemv(
     x: torch.Tensor,
     w: torch.Tensor,
-    epilogue: Epilogue,
+    epilogue: GemvEpilogue,
     *,
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -215,7 +215,9 @@ def plan_gemv(
     return gemv_ring_kernel, grid, arguments
 
 
-def gemv(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue, **options: Unpack[Options]) -> None:
+def gemv(
+    x: torch.Tensor, w: torch.Tensor, epilogue: GemvEpilogue, **options: Unpack[Options]
+) -> None:
     """Launch y = scale * rstd(x) * (W @ (x * norm_weight)) + bias and its epilogue on the current stream.
 
     x [R, K] 16-bit, R 1..8; w [N, K] bf16, fp16 or float8_e4m3fn; everything contiguous. Outputs live in `epilogue`.
@@ -250,7 +252,7 @@ def linear_ref(
 
 
 def gemv_ref(
-    x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue, **linear: Unpack[Linear]
+    x: torch.Tensor, w: torch.Tensor, epilogue: GemvEpilogue, **linear: Unpack[Linear]
 ) -> torch.Tensor:
     """Reference of `gemv`: the output as a new tensor, computed in fp32 (fp64 if x is), rounded once.
 

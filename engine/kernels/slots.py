@@ -29,7 +29,8 @@ Graphs with different message sizes may share a buffer, if each has a multiple o
 their slots start at the same offsets: the poll of call i re-arms, in its own graph's layout, what
 the same replay uses in call i + 2; the first two slots of a replay are re-armed by its own last
 two polls. (The model checks it.) The engine's buffers use S = 2, which any even number of calls
-divides; it pays for the re-arm after the poll instead of in the time of flight.
+divides; it pays for the re-arm after the poll instead of in the time of flight. A poll there leaves its
+slot as it found it, so messages may differ in size within a graph too (a prefill's last layer has one row).
 
 **Polls in a consumer's prologue** (gemv_poll.py): every program of poll a reads the whole message, so
 no program may re-arm its own slot, and the other of two slots is one that a peer may be writing: S >= 3,

@@ -1,160 +1,359 @@
-"""Two-shot all-reduce for prefill: reduce-scatter, then all-gather, both by Lamport pushes.
+"""Two-shot all-reduce for prefill, by rows: reduce-scatter, the next RMSNorm on the way, all-gather.
 
-    out[rows, H] = round16(sum over ranks in order of fp32(x_r) + fp32(residual))
+    h[T, H] = round16(sum over ranks in order of fp32(x_r) + fp32(residual)),  y = rmsnorm(h) (as FP8 if asked)
 
-Rank s owns shard s of the flat message (ceil(chunks / W) chunks of 16 bytes).
-1. scatter: push shard s of the own partial to rank s.
-2. reduce: poll the own shard from all ranks, sum in rank order, + residual, round once, push the
-   result to every rank.
-3. gather: poll all shards, copy them to `out`, re-arm. Each value is summed by one rank only, so
-   all ranks hold the same bits, and they equal the one-shot's.
+Rank s owns rows s * S .. (s + 1) * S - 1, S = ceil(T / W), and is the only one to hold their h: the residual
+stream stays split by rows from one exchange to the next, and what travels back is what the next GEMM reads.
+1. scatter: every row of the own partial sum goes to its owner's memory. The GEMM's epilogue does it
+   (`epilogue.Scatter`), so it overlaps with the products; `two_shot_scatter` is the same as a launch.
+2. publish: a flag to every rank, behind the GEMM.
+3. reduce: wait for the ranks' flags; sum, + residual, round, keep h; norm (and quantise) the row, store it in
+   every rank's memory; a flag of each program to every rank.
+4. gather: wait for the flags of all ranks' programs. Nothing is copied: readers read where peers wrote.
 
-Bytes a rank sends: 2 (W - 1) / W messages against (W - 1) of the one-shot: 0.5 x at 4 ranks, 0.25
-x at 8, equal at 2. T = 512, H = 8192, 8 ranks: 8.4 MB a message, 14.7 MB sent, 31 us of a 478 GB/s
-link.
+Each row is summed by one rank only, so all ranks hold the same bits, those of the one-shot followed by `rmsnorm` or
+`rmsnorm_quantize`.
 
-Slots: a call is a full exchange (the gather needs every owner, each owner needed every rank), so
-the rule of slots.py holds with calls as exchanges, for both areas of a slot.
+Bytes a rank sends at 16 / 8 bits of y: 2 (W - 1) / W or 1.5 (W - 1) / W messages against W - 1 of the one-shot, and
+half of one message of them while the GEMM runs. T = 2048, H = 8192, W = 2: 16.8 or 8.4 MB behind the GEMM, 47 or
+24 us at the 360 GB/s that stores reach, where one-shot has 93. Local traffic: no sentinels are re-armed.
 
-Launch forms: `phase` scatter, reduce and gather are three launches; the ranks of one device run
-each phase for all of them before the next phase, so that no kernel spins in front of what it waits
-for (the argument of all_reduce.py, phase by phase). `phase="all"` is one launch, for one rank a
-device; its grid must be resident at once, and each program scatters all its chunks before its
-first poll.
+Order. All of it is "data behind a flag" (sync.py); flags hold an epoch that the publish advances on the device, so
+replays need no host, and compares are by signed difference. One area of each kind suffices:
+* Rank r's partials of exchange e + 1 are written by peers' GEMMs behind their gather e, which waited for r's
+  programs of reduce e: r has read its partials of e.
+* r's y of exchange e + 1 is written behind r's publish e + 1, which r launches behind every reader of its y of e.
+Ranks that share a device run launch by launch, all ranks before the next launch: publish and scatter never wait,
+reduce waits for publishes only and gather for reduces only, so nothing spins in front of what it waits for. No
+program waits for another of its grid, so grids need not be resident.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.errors import EngineError
-from engine.kernels.all_reduce import AllReduceConfig, heuristic
-from engine.kernels.messages import arm, launch, load_partial, message_chunks, peer_bases, poll_sum
-from engine.kernels.slots import LamportWorkspace
+from engine.kernels.all_reduce import AllReduceConfig
+from engine.kernels.epilogue import shard_rows
+from engine.kernels.norm import norm_launch
+from engine.kernels.quantize_rows import FP8, to_e4m3
 from engine.kernels.sync import (
     DEFAULT_LIMIT_US,
     gdc_launch_dependents,
     gdc_wait,
-    load16,
-    push16,
-    wait_messages,
+    release_flag,
+    wait_flags,
 )
 
-PHASES = ("scatter", "reduce", "gather", "all")
+MOST_PROGRAMS = 528  # of a reduce: the gather polls as many flags of each rank
+GATHER_WARPS = 16
+ALIGN = 256
 
 
-def two_shot_workspace(world: int, rows: int, hidden: int, slots: int) -> LamportWorkspace:
-    """A slot: a scatter area of `world` shards, then a gather area of as many."""
-    shard_chunks = -(-rows * hidden * 2 // (16 * world))
-    return LamportWorkspace(2 * world, 1, shard_chunks * 8, slots)
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class TwoShotWorkspace:
+    """Layout of one rank's buffer for exchanges of at most rows x hidden 16-bit values.
+
+    int32 flags: [world] publishes, [MOST_PROGRAMS, world] reduces, the epoch; then the partial sums of the own rows
+    [world, S, hidden], y [rows, hidden], its FP8 scales [rows] fp32, and one row of h.
+    """
+
+    world: int
+    rows: int
+    hidden: int
+
+    @property
+    def epoch_offset(self) -> int:
+        return 4 * self.world * (1 + MOST_PROGRAMS)
+
+    @property
+    def partials_offset(self) -> int:
+        return _aligned(self.epoch_offset + 4)
+
+    @property
+    def y_offset(self) -> int:
+        shard = shard_rows(self.rows, self.world)
+        return _aligned(self.partials_offset + self.world * shard * self.hidden * 2)
+
+    @property
+    def scales_offset(self) -> int:
+        return _aligned(self.y_offset + self.rows * self.hidden * 2)
+
+    @property
+    def last_offset(self) -> int:
+        return _aligned(self.scales_offset + 4 * self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        return _aligned(self.last_offset + 2 * self.hidden)
+
+    def allocate(self, device: torch.device | str, epoch: int = 0) -> torch.Tensor:
+        """uint8 [nbytes]. All ranks' buffers must exist, with one epoch, before any rank publishes."""
+        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        self.reset(buffer, epoch)
+        return buffer
+
+    def reset(self, buffer: torch.Tensor, epoch: int = 0) -> None:
+        """All flags at one epoch: at the start, and on all ranks, all idle, after an aborted call."""
+        buffer[: self.epoch_offset + 4].view(torch.int32).fill_(epoch)
+
+
+@dataclass(frozen=True)
+class TwoShotRank:
+    """One rank's end. buffer: own, of `space`; peers int64 [world]: base addresses of all ranks' buffers;
+    far int64 [world]: the same less the own one's."""
+
+    space: TwoShotWorkspace
+    buffer: torch.Tensor
+    peers: torch.Tensor
+    far: torch.Tensor
+    rank: int
+    dtype: torch.dtype  # 16-bit, of activations
+
+    def _view(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        flat = self.buffer[offset : offset + rows * columns * dtype.itemsize]
+        return flat.view(dtype).view(rows, columns)
+
+    def message(self, rows: int) -> torch.Tensor:
+        """[S, hidden]: where the own partial sum of own rows lies; the other owners' lie `far` from it."""
+        shard, hidden = shard_rows(rows, self.space.world), self.space.hidden
+        offset = self.space.partials_offset + self.rank * shard * hidden * 2
+        return self._view(offset, shard, hidden, self.dtype)
+
+    def y(self, rows: int, fp8: bool = False) -> torch.Tensor:
+        """[rows, hidden], 16-bit or e4m3."""
+        dtype = FP8 if fp8 else self.dtype
+        return self._view(self.space.y_offset, rows, self.space.hidden, dtype)
+
+    def scales(self, rows: int) -> torch.Tensor:
+        """fp32 [rows] of an FP8 y."""
+        return self._view(self.space.scales_offset, rows, 1, torch.float32).view(rows)
+
+    def last(self) -> torch.Tensor:
+        """[1, hidden]: h of the request's last row."""
+        return self._view(self.space.last_offset, 1, self.space.hidden, self.dtype)
+
+
+def two_shot_ranks(
+    space: TwoShotWorkspace, buffers: list[torch.Tensor], dtype: torch.dtype
+) -> list[TwoShotRank]:
+    """The ends of all ranks over their buffers, which their devices reach by address."""
+    ends = []
+    for rank, buffer in enumerate(buffers):
+        peers = torch.tensor([b.data_ptr() for b in buffers], dtype=torch.int64)
+        far = peers - buffer.data_ptr()
+        ends.append(
+            TwoShotRank(space, buffer, peers.to(buffer.device), far.to(buffer.device), rank, dtype)
+        )
+    return ends
+
+
+@triton.jit(do_not_specialize=["S"])
+def scatter_kernel(x, message, far, T, H, S, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """x [T, H] -> the owners' memory; grid T."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    owner = row // S
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    shift = tl.load(far + owner) // 2
+    if PDL:
+        gdc_wait()
+    value = tl.load(x + row.to(tl.int64) * H + column, mask=inside)
+    place = (row - owner * S).to(tl.int64) * H + tl.multiple_of(shift, 8) + column
+    tl.store(message + place, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["own", "rank", "epoch_offset"])
+def publish_kernel(peers, own, epoch_offset, rank, WORLD: tl.constexpr, PDL: tl.constexpr):
+    """One warp: the next epoch, to this rank's flag in every rank's buffer."""
+    if PDL:
+        gdc_launch_dependents()
+    lane = tl.arange(0, 32)
+    target = tl.load(peers + lane % WORLD)
+    if PDL:
+        gdc_wait()
+    epoch_at = (own + epoch_offset).to(tl.pointer_type(tl.int32))
+    epoch = tl.load(epoch_at, volatile=True) + 1
+    tl.debug_barrier()  # every lane has read it
+    tl.store(epoch_at, epoch)
+    release_flag(target + rank * 4, epoch, lane < WORLD)
 
 
 @triton.jit(
-    do_not_specialize=["slot", "clear", "call_site", "rank", "limit_us", "chunks", "status", "own"]
-)
-def two_shot_kernel(
-    x,  # [rows, H] 16-bit partial sum (SCATTER)
-    peers,  # int64 [WORLD], base addresses of all receive buffers
-    own,  # int64, base address of this rank's
-    residual,  # [rows, H] 16-bit (RESIDUAL); may be `out`
-    out,  # [rows, H] 16-bit (GATHER)
-    status,
-    slot,
-    clear,
-    call_site,
-    rank,
-    limit_us,
-    chunks,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCATTER: tl.constexpr,
-    REDUCE: tl.constexpr,
-    GATHER: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    CLEAR_OWN: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    do_not_specialize=[
+        "own", "epoch_offset", "partials", "y_offset", "scales_offset", "last_offset", "status",
+        "limit_us", "rank", "call_site", "S",
+    ]
+)  # fmt: skip
+def reduce_kernel(
+    peers,  # int64 [WORLD]
+    own,  # int64, base address of this rank's buffer
+    residual,  # [T, H] 16-bit, of which the own rows are read (RESIDUAL)
+    h,  # [T, H] 16-bit, of which the own rows are written; may be `residual`
+    gain,  # [H] norm weight (NORM)
+    request,  # int32 [3]: slot, start, length (LAST)
+    status, epoch_offset, partials, y_offset, scales_offset, last_offset, limit_us, rank, call_site,
+    T, H, S, eps,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr, QUANTIZE: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    shard = tl.cdiv(chunks, WORLD)
-    shard_bytes = shard.to(tl.int64) * 16
-    gathered = WORLD * shard_bytes  # offset of the gather area in a slot
-    targets = peer_bases(peers, rank, WORLD)
+    dtype: tl.constexpr = h.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
-    lanes = tl.arange(0, BLOCK)
+    thread = tl.arange(0, THREADS)
+    peer = thread % WORLD
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    target = tl.load(peers + peer)
     if PDL:
         gdc_wait()
-    if SCATTER:
-        for block in range(program, tl.cdiv(shard, BLOCK), programs):
-            local = block * BLOCK + lanes
-            place = slot + rank * shard_bytes + local.to(tl.int64) * 16
-            for i in tl.static_range(WORLD):
-                chunk = (rank + 1 + i) % WORLD * shard + local
-                live = (local < shard) & (chunk < chunks)
-                w0, w1, w2, w3 = load_partial(x.to(tl.int64) + chunk.to(tl.int64) * 16, live)
-                push16(targets[i] + place, w0, w1, w2, w3, live)
-    if REDUCE:
-        mine = tl.minimum(shard, chunks - rank * shard)  # may be <= 0: nothing to own
-        for block in range(program, tl.cdiv(tl.maximum(mine, 0), BLOCK), programs):
-            local = block * BLOCK + lanes
-            live = local < mine
-            at = tl.minimum(local, mine - 1).to(tl.int64) * 16
-            held = ()
-            if RESIDUAL:
-                held = load16(residual.to(tl.int64) + rank * shard_bytes + at, live)
-            y = poll_sum(
-                own + slot + at, shard_bytes, held, live, status, limit_us, rank, call_site, slot,
-                WORLD, BLOCK, RESIDUAL, CLEAR_OWN, out.dtype.element_ty,
-            )  # fmt: skip
-            place = slot + gathered + rank * shard_bytes + at
-            for i in tl.static_range(WORLD):
-                push16(targets[i] + place, y[0], y[1], y[2], y[3], live)
-    if GATHER:
-        for block in range(program, tl.cdiv(WORLD * shard, BLOCK), programs):
-            chunk = block * BLOCK + lanes
-            live = chunk < chunks
-            last = tl.minimum(chunk, chunks - 1)
-            at = last.to(tl.int64) * 16
-            if not CLEAR_OWN:
-                inside = chunk < WORLD * shard
-                arm(own + clear + chunk.to(tl.int64) * 16, gathered, inside, 2, BLOCK)
-            place = own + slot + gathered + at
-            owner = last // shard
-            y = wait_messages(place, 0, owner, status, limit_us, rank, call_site, slot, 1, 4)
-            if CLEAR_OWN:
-                tl.debug_barrier()
-                arm(place, 0, live, 1, BLOCK)
-            push16(out.to(tl.int64) + at, y[0], y[1], y[2], y[3], live)
+    last_row = -1
+    if LAST:
+        last_row = tl.load(request + 2) - 1
+    epoch = tl.load((own + epoch_offset).to(tl.pointer_type(tl.int32)), volatile=True)
+    wait_flags(own + peer * 4, epoch, peer, status, limit_us, rank, call_site, 0)
+    tl.debug_barrier()  # the acquire above covers every thread's loads
+    message = tl.multiple_of((own + partials).to(tl.pointer_type(dtype)), 16)
+    first, stride = rank * S.to(tl.int64), S.to(tl.int64) * H
+    mine = tl.minimum(S, T - rank * S)  # may be <= 0: nothing to own
+    for local in range(program, mine, programs):
+        row = first + local
+        total = tl.zeros((BLOCK,), tl.float32)
+        for r in tl.static_range(WORLD):
+            part = tl.load(message + (r * stride + local * H) + column, mask=inside, other=0.0)
+            total += part.to(tl.float32)
+        if RESIDUAL:
+            total += tl.load(residual + row * H + column, mask=inside, other=0.0).to(tl.float32)
+        total = tl.where(
+            total.to(dtype) == 0.0, 0.0, total
+        )  # -0.0 becomes +0.0, as one-shot has it
+        value = total.to(dtype)
+        tl.store(h + row * H + column, value, mask=inside)
+        y = value
+        if NORM:
+            wide = value.to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
+            weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+            y = (wide * rstd * weight).to(dtype)
+        if QUANTIZE:
+            wide = y.to(tl.float32)
+            small, scale = to_e4m3(wide, tl.max(tl.abs(wide), axis=0))
+        for i in tl.static_range(WORLD):
+            base = tl.load(peers + (rank + 1 + i) % WORLD)
+            if QUANTIZE:
+                small_at = (base + y_offset).to(tl.pointer_type(tl.float8e4nv))
+                tl.store(tl.multiple_of(small_at, 16) + row * H + column, small, mask=inside)
+                tl.store((base + scales_offset).to(tl.pointer_type(tl.float32)) + row, scale)
+            else:
+                y_at = (base + y_offset).to(tl.pointer_type(dtype))
+                tl.store(tl.multiple_of(y_at, 16) + row * H + column, y, mask=inside)
+            if LAST:
+                last_at = (base + last_offset).to(tl.pointer_type(dtype))
+                is_last = inside & (row == last_row)
+                tl.store(tl.multiple_of(last_at, 16) + column, value, mask=is_last)
+    tl.debug_barrier()  # the release below covers every thread's stores
+    flag = (WORLD + program * WORLD + rank) * 4
+    release_flag(target + flag, epoch, thread < WORLD)
 
 
-def two_shot(
-    x: torch.Tensor, buffer: torch.Tensor | int, peers: torch.Tensor, slot_offset_bytes: int,
-    clear_offset_bytes: int, residual: torch.Tensor | None, out: torch.Tensor, status: torch.Tensor,
-    *, rank: int, world: int, call_site: int, phase: str = "all",
-    config: AllReduceConfig | None = None, pdl: bool = False, limit_us: int = DEFAULT_LIMIT_US,
-) -> None:  # fmt: skip
-    """out [rows, H] = sum of all ranks' x + residual (16-bit, contiguous). One phase, or all in
-    one launch.
+@triton.jit(do_not_specialize=["own", "epoch_offset", "status", "limit_us", "rank", "call_site"])
+def gather_kernel(
+    own, epoch_offset, flags, status, limit_us, rank, call_site,
+    WORLD: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: `flags` words behind the publishes' are at the epoch."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    epoch = tl.load((own + epoch_offset).to(tl.pointer_type(tl.int32)), volatile=True)
+    lane = tl.arange(0, LANES)
+    at = WORLD + tl.where(lane < flags, lane, 0)
+    wait_flags(own + at * 4, epoch, at % WORLD, status, limit_us, rank, call_site, 1)
 
-    buffer, peers: of `two_shot_workspace`, offsets from its slot_offset / clear_offset. The residual
-    is read in the reduce phase and `out` written in the gather phase: they may alias in separate
-    launches (phase "all" forbids it: EngineError).
-    """
-    chunks = message_chunks(x, world)
-    if phase not in PHASES:
-        raise EngineError(f"two-shot phase {phase!r}: choose one of {', '.join(PHASES)}")
-    if phase == "all" and residual is not None and residual.data_ptr() == out.data_ptr():
-        raise EngineError(
-            "two-shot in one launch: out must not be the residual (other programs read it)"
-        )
-    config = config or heuristic(world, chunks * 16)
-    launch(
-        two_shot_kernel, config.grid(chunks if phase == "gather" else triton.cdiv(chunks, world)),
-        x, peers, buffer, (slot_offset_bytes, clear_offset_bytes),
-        residual if phase in ("reduce", "all") else None, out, status,
-        rank=rank, world=world, call_site=call_site, limit_us=limit_us,
-        block=config.block, num_warps=config.num_warps, pdl=pdl,
-        **{name.upper(): phase in (name, "all") for name in PHASES[:3]},
+
+def _programs(rows: int, world: int, config: AllReduceConfig) -> int:
+    return max(1, min(config.programs, MOST_PROGRAMS, shard_rows(rows, world)))
+
+
+def two_shot_scatter(x: torch.Tensor, end: TwoShotRank, *, pdl: bool = False) -> None:
+    """x [T, H] 16-bit contiguous: each row to its owner, which no `epilogue.Scatter` has done."""
+    rows, hidden = _checked(x, end)
+    scatter_kernel[(rows,)](
+        x, end.message(rows), end.far, rows, hidden, shard_rows(rows, end.space.world),
+        **norm_launch(hidden), PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
+
+
+def two_shot_publish(end: TwoShotRank, *, pdl: bool = False) -> None:
+    """Flag to every rank: all that this rank's stream has scattered is there."""
+    space = end.space
+    publish_kernel[(1,)](
+        end.peers, end.buffer.data_ptr(), space.epoch_offset, end.rank, WORLD=space.world, PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def two_shot_reduce(
+    end: TwoShotRank, residual: torch.Tensor | None, h: torch.Tensor, weight: torch.Tensor | None,
+    status: torch.Tensor, *, eps: float = 0.0, fp8: bool = False, request: torch.Tensor | None = None,
+    call_site: int, config: AllReduceConfig, pdl: bool = False, limit_us: int = DEFAULT_LIMIT_US,
+) -> None:  # fmt: skip
+    """Own rows of h [T, H] = sum over ranks + own rows of residual [T, H] (may be h); y to every rank.
+
+    weight [H]: y = rmsnorm(h, weight, eps), without it y = h. fp8: y as e4m3 and a scale a row. request int32 [3]
+    (slot, start, length): h of row length - 1 goes to every rank too (`TwoShotRank.last`).
+    """
+    rows, hidden = _checked(h, end)
+    space = end.space
+    block = norm_launch(hidden)  # as rmsnorm has it: the same order of sums, the same bits
+    reduce_kernel[(_programs(rows, space.world, config),)](
+        end.peers, end.buffer.data_ptr(), h if residual is None else residual, h,
+        h if weight is None else weight, end.peers if request is None else request,
+        status.data_ptr(), space.epoch_offset, space.partials_offset, space.y_offset,
+        space.scales_offset, space.last_offset, limit_us, end.rank, call_site,
+        rows, hidden, shard_rows(rows, space.world), eps,
+        WORLD=space.world, **block, THREADS=32 * block["num_warps"], RESIDUAL=residual is not None,
+        NORM=weight is not None, QUANTIZE=fp8, LAST=request is not None, PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def two_shot_gather(
+    end: TwoShotRank, rows: int, status: torch.Tensor, *, call_site: int, config: AllReduceConfig,
+    pdl: bool = False, limit_us: int = DEFAULT_LIMIT_US,
+) -> None:  # fmt: skip
+    """Wait until y [rows, H] of all ranks is in this rank's memory. config: the reduce's."""
+    space = end.space
+    flags = space.world * _programs(rows, space.world, config)
+    gather_kernel[(1,)](
+        end.buffer.data_ptr(), space.epoch_offset, flags, status.data_ptr(), limit_us, end.rank,
+        call_site, WORLD=space.world, LANES=max(32 * GATHER_WARPS, triton.next_power_of_2(flags)),
+        PDL=pdl, num_warps=GATHER_WARPS, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _checked(x: torch.Tensor, end: TwoShotRank) -> tuple[int, int]:
+    """(rows, hidden); EngineError for what the buffers or the kernels cannot carry."""
+    rows, hidden = x.shape
+    space = end.space
+    if x.dtype != end.dtype or not x.is_contiguous() or hidden % 8:
+        raise EngineError(
+            f"two-shot all-reduce needs contiguous rows of {end.dtype}, a multiple of 8 wide, not "
+            f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}"
+        )
+    if hidden != space.hidden or rows > space.rows:
+        raise EngineError(
+            f"two-shot all-reduce of {rows} x {hidden} in a workspace for {space.rows} x "
+            f"{space.hidden}: lower the prefill bucket or size the workspace for it"
+        )
+    return rows, hidden

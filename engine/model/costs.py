@@ -11,7 +11,7 @@ from engine.config import ModelConfig, with_layers
 from engine.graph.build import build
 from engine.graph.ir import SENDS, WAITS, Graph, Op, Phase
 from engine.graph.passes import run_passes
-from engine.graph.plan import arena_outputs, value_bytes
+from engine.graph.plan import arena_outputs, read_bytes, value_bytes
 from engine.model.gpus import Gpu
 
 ACT_BYTES = 2  # 16-bit activations and KV
@@ -64,7 +64,7 @@ def op_cost(op: Op, graph: Graph, fp8: bool, context: int, act_bytes: int = ACT_
             quantized = fp8 and graph.weights[value.name].quantizable
             weight += count + 4 * value.shape[0] if quantized else count * act_bytes
         elif value.kind == "temp":
-            activation += value_bytes(value, act_bytes)
+            activation += read_bytes(op, value, act_bytes)
     activation += sum(value_bytes(value, act_bytes) for value in arena_outputs(op))
     flops = _flops(op, graph, context)
     return Cost(
@@ -104,16 +104,14 @@ def _flops(op: Op, graph: Graph, context: int) -> float:
 
 
 def _message_bytes(op: Op, graph: Graph, act_bytes: int) -> int:
-    """What crosses the links: one-shot sends the whole message to every peer, each half of two-shot a shard of
-    it; the flag barrier's reader fetches the whole one from every peer."""
-    halves = op.kind in ("two_shot_scatter", "two_shot_reduce")
-    carried = (
-        op.kind in ("push", "argmax_push", "flag_reduce") or op.attrs.get("epilogue") == "push"
-    )
-    if not halves and not carried:
+    """What crosses the links while nothing else runs: one-shot sends the whole message to every peer; the flag
+    barrier's reader fetches the whole one from every peer; two-shot sends the own rows, in FP8 if they are quantised
+    (the first half of it travels while its GEMM runs)."""
+    one_shot = op.kind in ("push", "argmax_push", "flag_reduce")
+    if not one_shot and op.kind != "two_shot_reduce" and op.attrs.get("epilogue") != "push":
         return 0
-    whole = (graph.tp - 1) * value_bytes(op.out, act_bytes)
-    return whole // graph.tp if halves else whole
+    whole = (graph.tp - 1) * value_bytes(op.out, 1 if op.attrs.get("quantize") else act_bytes)
+    return whole // graph.tp if op.kind == "two_shot_reduce" else whole
 
 
 def add_up(costs: Iterable[Cost]) -> Cost:
@@ -127,7 +125,7 @@ def _short(
     fp8_kv: bool,
 ) -> Graph:  # fmt: skip
     unfused = build(
-        with_layers(config, min(2, config.num_layers)), phase=phase, rows=rows, tp=tp,
+        with_layers(config, min(3, config.num_layers)), phase=phase, rows=rows, tp=tp,
         shard_of=shard_of, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv,
     )  # fmt: skip
     return run_passes(unfused)
@@ -140,11 +138,12 @@ def op_costs(
     """(stage, times a step runs it, cost of one) of each op. fp8_prefill: --prefill-activations fp8; fp8_kv:
     --kv-cache-dtype fp8. Raises EngineError for an impossible TP degree.
 
-    Two layers are compiled, and the second counted for all behind it: they run the same ops, and of the first
-    only the qkv GEMV differs, which awaits no all-reduce.
+    Three layers are compiled, and the second counted for all between the first and the last. In decode only the
+    first differs from it (its qkv GEMV awaits no all-reduce), in prefill only the last (one row behind its attention).
     """
     graph = _short(config, phase, rows, tp, shard_of, fp8_prefill, fp8_kv)
+    between = max(1, config.num_layers - 2)
     return [
-        (op.stage, config.num_layers - 1 if op.layer == 1 else 1, op_cost(op, graph, fp8, context))
+        (op.stage, between if op.layer == 1 else 1, op_cost(op, graph, fp8, context))
         for op in graph.ops
     ]

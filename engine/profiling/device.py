@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.graph.ir import Graph, Op, Value, make_op
+from engine.graph.ir import SENDS, Graph, Op, Value, make_op
 from engine.graph.plan import BufferPlan, value_bytes
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class GpuDevice:
         from engine.graph.capture import warm
         from engine.graph.lower import lower
 
-        if not any(op.attrs.get("epilogue") == "push" for op in self.graph.ops):
+        if not any(stand_in(op) for op in self.graph.ops):
             return [{} for _ in self.executor.ranks]
         graph, buffers = bare_exchanges(self.graph, self.executor.ranks[0].dtype.itemsize)
         ranks = self.executor.ranks
@@ -147,9 +147,10 @@ class GpuDevice:
 
 
 def stand_in(op: Op) -> tuple[str, int] | None:
-    """(kind, site) of the bare launch that stays when `op` is left out: the push that its peers wait for, or the
-    poll that keeps the slots going round."""
-    kind = "poll_residual" if op.polls else "push" if op.attrs.get("epilogue") == "push" else None
+    """(kind, site) of the bare launch that stays when `op` is left out: what its peers wait for, or the poll that
+    keeps the slots going round."""
+    epilogue = op.attrs.get("epilogue")
+    kind = "poll_residual" if op.polls else epilogue if epilogue in SENDS else None
     return None if kind is None else (kind, op.attrs["site"])
 
 

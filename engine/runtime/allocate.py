@@ -18,6 +18,7 @@ from engine.kernels.decode_attention import workspace as attention_workspace
 from engine.kernels.epilogue import SiluMul, Store
 from engine.kernels.gemv import gemv_programs
 from engine.kernels.sync import STATUS_WORDS
+from engine.kernels.two_shot import two_shot_ranks
 from engine.runtime.exchange import ExchangeSizes
 from engine.runtime.rank import Rank
 from engine.runtime.state import new_state, rope_table
@@ -168,6 +169,11 @@ def allocate_ranks(
             rank.flag_table = _addresses([r.flag_exchange for r in peers], rank.device)
             rank.token_table = _addresses([r.token_exchange for r in peers], rank.device)
             rank.score_table = _addresses([r.score_exchange for r in peers], rank.device)
+        space = sizes.exchange.two_shot
+        if space:
+            ends = two_shot_ranks(space, [space.allocate(rank.device) for rank in ranks], dtype)
+            for rank, end in zip(ranks, ends):
+                rank.two_shot = end
     reset(ranks)
     return ranks
 
@@ -180,6 +186,8 @@ def reset(ranks: Sequence[Rank]) -> None:
             rank.exchange.view(torch.int32).fill_(SENTINEL)
         if rank.flag_space is not None and rank.flag_exchange is not None:
             rank.flag_space.reset(rank.flag_exchange)
+        if rank.two_shot is not None:
+            rank.two_shot.space.reset(rank.two_shot.buffer)
         for words in (rank.token_exchange, rank.score_exchange):
             if words is not None:
                 words.view(torch.int32).fill_(TOKEN_SENTINEL)

@@ -21,6 +21,7 @@ import torch
 from engine.checkpoint.load import Loaded
 from engine.kernels.flag_all_reduce import FlagWorkspace
 from engine.kernels.sample import SampleBuffers
+from engine.kernels.two_shot import TwoShotRank
 from engine.runtime.state import RankState
 
 
@@ -54,6 +55,7 @@ class Rank:
     flag_exchange: torch.Tensor | None = None  # uint8: the flag barrier's buffer, if it is used
     flag_table: torch.Tensor | None = None
     flag_space: FlagWorkspace | None = None
+    two_shot: TwoShotRank | None = None  # its buffer, if it is used
     token_exchange: torch.Tensor | None = None  # uint8: one slot of world x R x (value, id)
     token_table: torch.Tensor | None = None
     score_exchange: torch.Tensor | None = None  # uint8: one slot of world x R x V fp32 scores

@@ -2,14 +2,16 @@
 
 A stream wait spins in the device's front end, reads no clock and cannot give up. So, per watched
 batch of work (`watch`), the thread looks at the ends' events; while one is pending it reads the
-channels' words (headers, credits, counters) through a stream of its own. If no word and no event
-has changed for `limit_s`, the missing end is taken for dead:
+channels' words (headers, credits, counters) through a stream of its own (another one writes: no
+copy that is held up can hold up the end of a wait). If no word and no event has changed for
+`limit_s`, the missing end is taken for dead:
 
 1. status[1..7], then status[0], say who waited for whom: in-kernel waits end by it (sync.py).
 2. The abort word goes over EVERY header and credit: it satisfies each wait, and no kernel takes it
    for a payload or a credit, nor replaces it (put_signal.py), so what is queued behind ends too.
 3. Again each millisecond until the watched work is over: a kernel that had already looked may
    re-arm one word after the first sweep, and stream writes of a copy put re-arm without looking.
+   Only when the last sweep is over: calls into a full queue block, and all other calls with them.
 
 Results of that work are void; `Channel.check` re-arms the channel and raises DeviceError. A late
 producer can do no harm: its put finds the abort word in its credit. The limit is one on standstill,
@@ -29,7 +31,7 @@ import torch
 from engine.errors import DeviceError, EngineError
 from engine.kernels.put_signal import ARMED
 from engine.kernels.sync import ABORT_EXPIRED, ABORT_INTERRUPTED
-from engine.runtime.stream_ops import finishes, independent
+from engine.runtime.stream_ops import finishes, independent, stream_copy
 from engine.runtime.stream_signal import Channel, on_device
 
 log = logging.getLogger("engine.signal")
@@ -90,11 +92,10 @@ class Watchdog:
         self.channels, self.streams = list(channels), list(streams)
         self._stall = Stall(limit_s)
         self._next_read = 0.0
-        self._own = {
-            words.device: self._own_stream(words.device)
-            for channel in channels
-            for words in channel.words()
-        }
+        devices = {words.device for channel in channels for words in channel.words()}
+        self._writers: dict[torch.device, torch.cuda.Stream] = {}
+        self._writers = {device: self._own_stream(device) for device in devices}
+        self._readers = {device: self._own_stream(device) for device in devices}
         self._copies = [[_host_copy(words) for words in c.words()] for c in channels]
         self._pending: list[torch.cuda.Event] = []
         self._watched = self._done = 0  # with the words: an observation that never comes twice
@@ -109,11 +110,12 @@ class Watchdog:
         waiting = [stream for stream in self.streams if stream.device == device]
         for priority in (-1, -1, 0, 0):
             own = torch.cuda.Stream(device, priority=priority)
-            if own not in waiting and all(independent(stream, own) for stream in waiting):
+            taken = (*self.streams, *self._writers.values())
+            if own not in taken and independent(waiting, own):
                 return own
         raise EngineError(
-            f"{device}: every stream tried is blocked by a held one (CUDA_DEVICE_MAX_CONNECTIONS "
-            "streams can run freely); choose waits='kernel'"
+            f"{device}: every stream tried is blocked while {len(waiting)} are held: set "
+            "CUDA_DEVICE_MAX_CONNECTIONS=32 before the start, or choose waits='kernel'"
         )
 
     def watch(self) -> None:
@@ -166,9 +168,9 @@ class Watchdog:
         self.close()
 
     def _run(self) -> None:
-        for own in self._own.values():  # a runtime call: the driver's need this thread's context
+        for own in self._readers.values():
             with on_device(own.device):
-                own.query()
+                own.query()  # a runtime call: the driver's need this thread's context
         while True:
             with self._changed:
                 if not self._pending:
@@ -206,11 +208,13 @@ class Watchdog:
 
     def _read(self) -> None:
         """Copy all words of all channels, as the devices hold them now (or keep the last that came)."""
+        idle = {device for device, own in self._readers.items() if own.query()}
         for channel, copies in zip(self.channels, self._copies):
             for words, copy in zip(channel.words(), copies):
-                with torch.cuda.stream(self._own[words.device]):
-                    copy.copy_(words, non_blocking=True)
-        for own in self._own.values():
+                if words.device in idle:
+                    own = self._readers[words.device]
+                    stream_copy(own, copy.data_ptr(), words.data_ptr(), 4 * words.numel())
+        for own in self._readers.values():
             finishes(own, READ_S)
 
     def _words(self) -> list[list[list[int]]]:
@@ -233,6 +237,7 @@ class Watchdog:
         while not all(event.query() for event in self._pending):
             if time.monotonic() > deadline:
                 raise DeviceError(f"the watched work did not end {DRAIN_S:.0f} s after an abort")
-            for channel in self.channels:
-                channel.release(self._own, code)
+            if all(own.query() for own in self._writers.values()):
+                for channel in self.channels:
+                    channel.release(self._writers, code)
             time.sleep(1e-3)

@@ -5,9 +5,11 @@ it is captured into a graph as a node and takes no multiprocessor. What a device
 out: `probe_stream_waits` asks the attributes AND tries each operation on a word that already
 satisfies it (an H200 refuses CU_STREAM_WAIT_VALUE_FLUSH).
 
-CUDA cannot see an order that is made by memory words. Two streams may share a hardware queue, and
-then a blocked wait holds back the work that would end it: `independent` tries a pair of streams,
-with a word that the host can set, before anything depends on it.
+CUDA cannot see an order that is made by memory words. There are few hardware queues (at most
+CUDA_DEVICE_MAX_CONNECTIONS, 8 by default), and a held stream holds up whatever shares its queue,
+even the work that would end the wait. Which streams share one is the driver's affair, and depends
+on how many are held: `independent` tries a whole set at once, with a word that the host can set and
+with all kinds of work, before anything depends on it.
 
 No kernel here, and no Triton: `engine info` prints the probe on any machine.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +29,7 @@ from engine.errors import DeviceError, EngineError
 GEQ, NOR = 0, 3  # CU_STREAM_WAIT_VALUE_*
 FLUSH = 1 << 30
 TRIAL_S = 1.0
+SETS = 8  # of streams that are tried
 _NOT_YET = -(2**31)  # fails GEQ 0
 
 
@@ -138,21 +142,66 @@ def finishes(stream: torch.cuda.Stream, limit_s: float) -> bool:
     return True
 
 
-def independent(waiting: torch.cuda.Stream, working: torch.cuda.Stream) -> bool:
-    """Whether `working` runs while `waiting` is held by a stream wait. Both idle before and after.
+def independent(waiting: Sequence[torch.cuda.Stream], working: torch.cuda.Stream) -> bool:
+    """Whether `working` runs while ALL of `waiting` are held by stream waits with work behind them:
+    a kernel, copies, a stream write. All idle before and after, and nothing else held meanwhile.
 
-    False: they share a hardware queue; take other streams or in-kernel waits.
+    False: some share a hardware queue; take other streams, fewer at a time, or in-kernel waits.
     """
-    gate = torch.full((1,), _NOT_YET, dtype=torch.int32).pin_memory()
-    with torch.cuda.device(working.device):
-        scratch = torch.zeros(1, dtype=torch.int32, device=working.device)
-        torch.cuda.current_stream().synchronize()
-    stream_wait(waiting, gate.data_ptr())
+    held = list(dict.fromkeys(waiting))
+    if working in held:
+        return False
+    for stream in (*held, working):  # what is not loaded would be now, and wait for the gate
+        some_work(stream)
+        if not finishes(stream, TRIAL_S):
+            return False
+    gate = _host_words()[:1]
+    gate.fill_(_NOT_YET)
     try:
-        stream_write(working, scratch.data_ptr(), 1)
+        for stream in held:
+            stream_wait(stream, gate.data_ptr())
+            some_work(stream)
+        some_work(working)
         ran = finishes(working, TRIAL_S)
-        return ran and not waiting.query()
+        return ran and not any(stream.query() for stream in held)
     finally:
         gate.zero_()
-        finishes(waiting, TRIAL_S)
-        finishes(working, TRIAL_S)
+        for stream in (*held, working):
+            finishes(stream, TRIAL_S)
+
+
+def some_work(stream: torch.cuda.Stream) -> None:
+    """One of each kind on `stream`, into words that nobody reads."""
+    words, host = _device_words(stream.device), _host_words()[1:]
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        words[:2].add_(1)
+    stream_copy(stream, words.data_ptr() + 4, words.data_ptr(), 4)
+    stream_copy(stream, host.data_ptr(), words.data_ptr(), 4)
+    stream_write(stream, words.data_ptr() + 8, 1)
+
+
+# Kept for ever: a trial that fails may leave work behind, which uses them later.
+@functools.cache
+def _device_words(device: torch.device) -> torch.Tensor:
+    words = torch.zeros(4, dtype=torch.int32, device=device)
+    torch.cuda.synchronize(device)
+    return words
+
+
+@functools.cache
+def _host_words() -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32).pin_memory()
+
+
+def independent_streams(*devices: torch.device | str) -> tuple[torch.cuda.Stream, ...]:
+    """A stream of each device (the same one twice: two streams), any of which runs while all the
+    others are held. DeviceError if none are found."""
+    for _ in range(SETS):
+        found = tuple(torch.cuda.Stream(device) for device in devices)
+        others = [[s for s in found if s != one] for one in found]
+        if all(independent(waiting, one) for waiting, one in zip(others, found)):
+            return found
+    raise DeviceError(
+        f"{len(devices)} streams that run while the others are held were not found in {SETS} "
+        "trials: set CUDA_DEVICE_MAX_CONNECTIONS=32 before the start, or choose waits='kernel'"
+    )

@@ -58,8 +58,8 @@ class Channel:
     waits: how the consumer waits: "stream" (no multiprocessor), "kernel" (one warp, bounded by
     limit_us) or None: stream where the probe allows it. The producer always checks its credit in
     the put kernel, bounded; credit "stream" puts a stream wait in front, for a producer that is
-    often held up. Stream waits are bounded by a `Watchdog` only, and two streams of one device must
-    be tried first (`stream_ops.independent`): if they share a hardware queue, waits must be kernels.
+    often held up. Stream waits are bounded by a `Watchdog` only, and streams of one device must have been
+    tried together (`stream_ops.independent_streams`): where none are found, waits must be kernels.
     """
 
     def __init__(

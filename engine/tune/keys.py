@@ -15,7 +15,7 @@ from engine.tune.chain import Deployment
 
 def graph_keys(deployment: Deployment) -> list[Choice]:
     """Distinct (op, facts) of the deployment's graph, 16-bit activations in bf16."""
-    config = with_layers(preset(deployment.model), 1)  # every layer makes the same choices
+    config = with_layers(preset(deployment.model), 2)  # the last layer of a prefill differs
     rows = deployment.rows if deployment.phase == "decode" else deployment.context
     graph = run_passes(
         build(

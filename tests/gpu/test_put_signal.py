@@ -17,6 +17,7 @@ from engine.runtime.signal_watchdog import Watchdog
 from engine.runtime.stream_ops import (
     finishes,
     independent,
+    independent_streams,
     probe_stream_waits,
     stream_wait,
     stream_write,
@@ -31,15 +32,6 @@ ROUTE = Route(producer=2, consumer=5, channel=9)
 REPLAY = 3
 
 
-def pair_of_streams(a, b) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Neither blocks the other while it is held."""
-    for _ in range(4):
-        pair = torch.cuda.Stream(a), torch.cuda.Stream(b)
-        if independent(*pair) and independent(*pair[::-1]):
-            return pair
-    pytest.fail("four pairs of new streams share hardware queues")
-
-
 class Ends:
     """A channel between two streams, warmed; captured graphs of REPLAY hand-offs at each end.
 
@@ -50,7 +42,7 @@ class Ends:
     def __init__(self, devices, nbytes, form=FORMS[0], **options) -> None:
         waits, credit, self.engine = form
         a, b = devices
-        self.streams = pair_of_streams(a, b)
+        self.streams = independent_streams(a, b)
         self.channel = Channel(
             nbytes, a, b, waits=waits, credit=credit, route=ROUTE, limit_us=500_000, **options
         )
@@ -129,8 +121,7 @@ def test_one_comparison_for_every_value(mode):
 
 def test_wait_is_captured_and_replayed_with_the_same_constant():
     """The word is re-armed by a stream write of the graph itself; three replays wait three times."""
-    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
-    assert independent(stream, other)
+    stream, other = independent_streams("cuda", "cuda")
     word = torch.full((1,), ARMED, dtype=torch.int32, device="cuda")
     count = torch.zeros(1, dtype=torch.int32, device="cuda")
     count.add_(0)
@@ -151,34 +142,64 @@ def test_wait_is_captured_and_replayed_with_the_same_constant():
     assert int(count) == 3 and int(word) == ARMED
 
 
+def most_held(work: torch.cuda.Stream, tries: int = 16) -> list[torch.cuda.Stream]:
+    """New streams that can all be held at once while `work` runs: the hardware queues bound them."""
+    held: list[torch.cuda.Stream] = []
+    for _ in range(tries):
+        stream = torch.cuda.Stream()
+        if stream != work and independent([*held, stream], work):
+            held.append(stream)
+    return held
+
+
 def test_no_multiprocessor_is_spent():
-    """Programs that fill the device end while as many streams as there are waits are held."""
+    """Programs that fill the device take no longer while as many streams are held as it allows."""
     work = torch.cuda.Stream()
     x = torch.ones(1 << 26, device="cuda")
     x.mul_(1.0)
-    held = []
     word = torch.full((1,), ARMED, dtype=torch.int32).pin_memory()
     torch.cuda.synchronize()
-    for _ in range(16):
-        stream = torch.cuda.Stream()
-        if stream != work and independent(stream, work):
-            held.append(stream)
-    assert held
+    held = most_held(work)
+    print(f"{len(held)} streams held")
+    assert len(held) >= 2, "a consumer's wait, and its producer's for a credit"
     times = []
-    for waiting in ([], held):
-        for stream in waiting:
-            stream_wait(stream, word.data_ptr())
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(work):
-            start.record()
-            for _ in range(200):
-                x.mul_(1.0)
-            end.record()
-        assert finishes(work, 10.0)
-        times.append(start.elapsed_time(end))
-    word.zero_()
+    try:
+        for waiting in ([], held):
+            for stream in waiting:
+                stream_wait(stream, word.data_ptr())
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(work):
+                start.record()
+                for _ in range(200):
+                    x.mul_(1.0)
+                end.record()
+            assert finishes(work, 10.0), f"blocked by {len(waiting)} held streams"
+            times.append(start.elapsed_time(end))
+        assert not any(stream.query() for stream in held)
+    finally:
+        word.zero_()
     assert all(finishes(stream, 2.0) for stream in held)
     assert times[1] < 1.1 * times[0], f"{times} ms"
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_the_trial_says_what_happens(count):
+    """A kernel runs behind `count` held streams, or does not, as `independent` had found."""
+    work, *held = (torch.cuda.Stream() for _ in range(count + 1))
+    x = torch.ones(1 << 20, device="cuda")
+    x.mul_(1.0)
+    word = torch.full((1,), ARMED, dtype=torch.int32).pin_memory()
+    torch.cuda.synchronize()
+    expected = independent(held, work)
+    try:
+        for stream in held:
+            stream_wait(stream, word.data_ptr())
+        with torch.cuda.stream(work):
+            x.mul_(1.0)
+        assert finishes(work, 1.0) == expected
+    finally:
+        word.zero_()
+    assert all(finishes(stream, 2.0) for stream in (work, *held))
 
 
 # ---- hand-offs in graphs

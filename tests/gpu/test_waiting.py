@@ -9,20 +9,12 @@ import torch
 
 from engine.kernels.all_reduce import poll_residual, push
 from engine.kernels.slots import LamportWorkspace, peer_table
-from engine.runtime.stream_ops import independent
+from engine.runtime.stream_ops import independent_streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 WORLD, ROWS, HIDDEN = 2, 512, 8192
 CYCLES = 600_000  # about 0.3 ms at an H200's clock
-
-
-def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    for _ in range(4):
-        pair = torch.cuda.Stream(), torch.cuda.Stream()
-        if independent(*pair):
-            return pair
-    pytest.fail("four pairs of new streams share hardware queues")
 
 
 def test_a_late_message_costs_its_lateness():
@@ -35,7 +27,7 @@ def test_a_late_message_costs_its_lateness():
     status = torch.zeros(8, dtype=torch.int32, pin_memory=True)
     x = torch.randn(ROWS, HIDDEN, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(x)
-    waiting, sending = streams()
+    waiting, sending = independent_streams(device, device)
 
     def exchange(call: int, cycles: int) -> float:
         """us from the poll's start to its end, less those of the sender's delay and push."""

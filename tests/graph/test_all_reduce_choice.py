@@ -31,7 +31,7 @@ from tests.graph.models import Lockstep, save_model
 PROMPT = [5, 17, 99, 3, 42, 42, 7, 150, 11, 8, 64]
 STEPS = {
     "lamport": ["push", "poll_residual"],
-    "two_shot": ["two_shot_scatter", "two_shot_reduce", "two_shot_gather"],
+    "two_shot": ["linear", "two_shot_publish", "two_shot_reduce", "two_shot_gather"],
     "flag": ["flag_publish", "flag_reduce"],
     "nccl": ["push", "nccl_gather", "poll_residual"],
 }
@@ -60,7 +60,8 @@ def exchanges(graph):
     ],
 )
 def test_choice_by_ranks_and_bytes(tp, phase, rows, expected):
-    """72B: a row is 16 KB. What is chosen is what is launched, in its order, twice a layer."""
+    """72B: a row is 16 KB. What is chosen is what is launched, in its order, twice a layer. A prefill's last
+    layer sums one row: its GEMVs push."""
     graph = finished(tp, phase, rows)
     kinds = STEPS[expected]
     if phase == "decode":
@@ -69,13 +70,15 @@ def test_choice_by_ranks_and_bytes(tp, phase, rows, expected):
     launches = meta_launches(preset("qwen2.5-72b"), graph, None, context=4096, degree=tp)
     names = Counter(launch.kernel for launch in launches if "site" in launch.op.attrs)
     if expected == "two_shot":
-        assert names == {f"two_shot+{phase}": 4 for phase in ("scatter", "reduce", "gather")}
+        last = {"gemv+Push": 2, "poll_residual": 2}
+        assert names == last | {f"two_shot+{name}": 2 for name in ("scatter", "reduce", "gather")}
     else:
         assert names["poll_residual"] == 4
     for launch in launches:
         if launch.op.kind in {"push", "poll_residual"} | set(STEPS["two_shot"]):
-            assert launch.config.algorithm == expected
-            facts = {"world": tp, "nbytes": rows * 16384}
+            one = phase == "prefill" and launch.op.layer == 1
+            assert launch.config.algorithm == ("lamport" if one else expected)
+            facts = {"world": tp, "nbytes": 16384 * (1 if one else rows)}
             assert launch.choice[0] == "all_reduce" and facts.items() <= launch.choice[1].items()
 
 

@@ -30,10 +30,14 @@ def test_dump_shows_kernel_grid_bytes_and_config(model, tp, quantization):
     layer = ["qkv", "attention", "o_proj", "all_reduce", "gate_up", "down", "all_reduce"]
     if tp <= 2:  # nothing to sum, or the next GEMV polls the two messages
         layer = [stage for stage in layer if stage != "all_reduce"]
-        assert decode.count("+Poll") == (2 if tp == 2 else 0)  # layer 0's gate_up, lm_head
+        assert decode.count("+Poll") == (3 if tp == 2 else 0)  # gate_up, layer 1's qkv, lm_head
     assert stages[:1] + stages[1 : 1 + len(layer)] == ["embedding", *layer]
     assert "GemvConfig(kernel='ring'" in decode and "decode_attention_kernel[" in decode
     assert "GemmConfig(" in prefill and "prefill_attention_kernel[" in prefill
+    # The last layer's own launches: gathers of attention (of the rank's heads) and hidden state (which a two-shot
+    # exchange sends along), 3 GEMVs; lm_head.
+    assert prefill.count("gather_row_kernel[") == (2 if tp == 2 else 1)
+    assert prefill.count("GemvConfig(") == 4
     if (
         tp == 8
     ):  # gate and up, 2 x 3696 rows of 8192 e4m3 weights and an fp32 scale a row, x and the output

@@ -39,7 +39,11 @@ def test_every_preset_compiles_and_verifies(name, tp, phase, rows, logits):
     assert not set(kinds) & {"rope", "head_norm", "kv_append", "all_reduce", "sample", "add"} - (
         {"add"} if tp == 1 else set()
     )
-    assert kinds["push"] == (0 if phase == "decode" or tp == 1 else kinds["poll_residual"])
+    # A GEMV pushes in its epilogue: in decode always, in prefill those of the last row.
+    separate = 0 if phase == "decode" else kinds["poll_residual"]
+    assert kinds["push"] == separate - (
+        2 if phase == "prefill" and logits == "last" and tp > 1 else 0
+    )
 
 
 @pytest.mark.parametrize("tp,rows,launches", [(1, 1, 5), (2, 1, 5), (2, 8, 7), (4, 2, 7)])
@@ -283,7 +287,7 @@ def test_dump_is_short_and_complete():
     for transform in PASSES:
         assert text.count(f"== after {transform.__name__}") == 2
     assert "layers 2..79: as above" in text and "arena of" in text
-    assert len(text.splitlines()) < 900
+    assert len(text.splitlines()) < 1000
 
 
 def test_verifier_that_has_seen_the_graph_finds_the_same():

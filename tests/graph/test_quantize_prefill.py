@@ -38,11 +38,16 @@ def prefill_graph(model="qwen2.5-72b", rows=512, tp=1, logits="last", fp8=True):
 def test_each_input_is_quantised_once_and_norms_write_fp8(rows, tp):
     graph = prefill_graph(rows=rows, tp=tp)
     kinds = Counter(op.kind for op in graph.ops)
-    assert kinds["rmsnorm_quantize"] == 4 and kinds["quantize_rows"] == 4  # 2 layers
-    assert kinds["rmsnorm"] == 0  # lm_head reads one row: its GEMV has the norm
+    # 2 layers, of which the last has one row behind its attention: GEMVs that have the norms. At TP 2 all norms but
+    # the first are within two-shot exchanges.
+    within = sum(op.attrs.get("quantize", False) for op in graph.ops)
+    assert within == kinds["two_shot_reduce"] == (2 if tp == 2 else 0)
+    assert kinds["rmsnorm_quantize"] == 3 - within and kinds["quantize_rows"] == 2
+    assert kinds["rmsnorm"] == 0
     linears = [op for op in graph.ops if op.kind == "linear"]
     fp8 = [op for op in linears if op.input("x").dtype == "fp8"]
-    assert len(fp8) == 8 and [op.attrs["role"] for op in linears if op not in fp8] == ["lm_head"]
+    rest = [op.attrs["role"] for op in linears if op not in fp8]
+    assert len(fp8) == 5 and rest == ["o_proj", "gate_up", "down", "lm_head"]
     for op in fp8:
         assert op.input("x_scale").shape == (rows,)
     (scale,) = {op.input("x_scale").sharding for op in fp8 if op.attrs["role"] == "down"}
@@ -66,7 +71,7 @@ def test_a_weight_that_stays_in_16_bits_keeps_its_input():
     from dataclasses import replace
 
     graph = build(
-        with_layers(preset("qwen2.5-7b"), 2), phase="prefill", rows=256, tp=1, fp8_prefill=True
+        with_layers(preset("qwen2.5-7b"), 3), phase="prefill", rows=256, tp=1, fp8_prefill=True
     )
     name = "model.layers.1.self_attn.k_proj.weight"
     weights = dict(graph.weights) | {name: replace(graph.weights[name], quantizable=False)}
@@ -168,7 +173,7 @@ def test_lowered_kernels_equal_the_oracle(folder, tp, monkeypatch):
     oracle = Lockstep(folder, tp, length=LENGTH, quantization="fp8", fp8_prefill=True)
     key = ("prefill", BUCKET, "last")
     kernels = Counter(launch.kernel for launch in ours.lines[key][0])
-    assert kernels["rmsnorm_quantize"] == kernels["quantize_rows"] == 4
+    assert (kernels["rmsnorm_quantize"], kernels["quantize_rows"]) == (3, 2)
     for rank in ours.ranks:
         rank.prompt.fill_(7)
         rank.prompt[: len(PROMPT)] = torch.tensor(PROMPT, dtype=torch.int32)
@@ -191,7 +196,7 @@ def test_lowered_kernels_equal_the_oracle(folder, tp, monkeypatch):
                 got = [tensor(ours, key, rank, value) for value in op.outputs]
                 check_launch(op, inputs, got, len(PROMPT))
             checked += 1
-    assert checked == 16  # 4 linears and 4 quantisations a layer
+    assert checked == 10  # 4 linears and 4 quantisations, of the last layer qkv's alone
     logits = ours.logits(key)
     want = oracle.vocab_logits(oracle.prefill(1, PROMPT))
     assert logits.isfinite().all() and rms(logits - want) < 0.15 * rms(want)
@@ -210,5 +215,5 @@ def test_when_prefill_is_fp8():
         asked.fp8_prefill(None)
     text = dump_graph(with_layers(preset("qwen2.5-7b"), 1), 1, "fp8")
     assert "quantize" not in text.replace("after quantize_prefill", "")
-    asked = dump_graph(with_layers(preset("qwen2.5-7b"), 1), 1, "fp8", fp8_prefill=True)
+    asked = dump_graph(with_layers(preset("qwen2.5-7b"), 2), 1, "fp8", fp8_prefill=True)
     assert "rmsnorm_quantize(" in asked and "quantize_rows(" in asked

@@ -24,8 +24,10 @@ SCALARS = {
     )
 }
 SCALARS |= {name: "i32" for name in ("rows", "parts", "columns", "limit", "id_offset")}
-ADDRESSES = {"own": "i64", "status": "i64", "peers": "*i64"}
-HALVES = {name: "*bf16" for name in ("x", "residual", "out")}
+SCALARS |= {name: "i32" for name in ("T", "H", "S", "flags", "epoch_offset", "partials")}
+SCALARS |= {name: "i32" for name in ("y_offset", "scales_offset", "last_offset")} | {"eps": "fp32"}
+ADDRESSES = {"own": "i64", "status": "i64", "peers": "*i64", "far": "*i64"}
+HALVES = {name: "*bf16" for name in ("x", "residual", "out", "h", "gain", "message")}
 STATE = {"values": "*fp32", "logits": "*fp32", "temperature": "*fp32"}
 STATE |= {
     name: "*i32"
@@ -36,7 +38,7 @@ TYPES = SCALARS | ADDRESSES | HALVES | STATE
 
 def check(fn, constexprs: dict, num_warps: int) -> Report:
     types = {name: TYPES[name] for name in fn.arg_names if name not in constexprs}
-    aligned = [name for name in types if types[name].startswith("*") or name == "columns"]
+    aligned = [name for name in types if types[name].startswith("*") or name in ("columns", "H")]
     return compile_sm90(
         fn,
         types,
@@ -94,16 +96,20 @@ def forms():
             ),
             1,
         )
-    for world in (4, 8):
-        for phase in ("scatter", "reduce", "gather", "all", "reduce_own", "gather_own"):
-            on = {p.upper(): phase.startswith((p, "all")) for p in ("scatter", "reduce", "gather")}
-            on["CLEAR_OWN"] = phase.endswith("_own")
+    for world in (2, 8):
+        block = dict(WORLD=world, PDL=True, BLOCK=8192)
+        yield "two_shot/scatter", two_shot.scatter_kernel, dict(BLOCK=8192, PDL=True), 8
+        yield f"two_shot/publish/{world}", two_shot.publish_kernel, dict(WORLD=world, PDL=True), 1
+        for name in ("norm", "quantize", "sum"):
+            on = dict(NORM=name != "sum", QUANTIZE=name == "quantize", LAST=name != "sum")
             yield (
-                f"two_shot/{phase}/{world}",
-                two_shot.two_shot_kernel,
-                dict(WORLD=world, BLOCK=256, RESIDUAL=True, PDL=True, **on),
+                f"two_shot/reduce_{name}/{world}",
+                two_shot.reduce_kernel,
+                dict(**block, THREADS=256, RESIDUAL=True, **on),
                 8,
             )
+        lanes = dict(WORLD=world, PDL=True, LANES=512 * world // 2)
+        yield f"two_shot/gather/{world}", two_shot.gather_kernel, lanes, two_shot.GATHER_WARPS
     partial = dict(BLOCK=1024, REQUEST=False, PDL=True)
     yield (
         "argmax/push",

@@ -21,7 +21,7 @@ from engine.kernels.gemm_kernel import gemm_kernel
 from engine.tune import gemm_space
 from tests.kernels.compile_sm90 import SIGNATURE, Report, compile_sm90
 
-EPILOGUE = {"store": 0, "residual": 1, "silu_mul": 2}
+EPILOGUE = {"store": 0, "residual": 1, "silu_mul": 2, "scatter": 3}
 _SIZES = ("T", "N", "K", "x_stride", "w_stride", "out_stride", "res_stride")
 
 
@@ -37,7 +37,7 @@ def compile_gemm(
     signature = {
         "x": f"tensordesc<{act}[{config.block_t}, {config.block_k}]>" if tma else f"*{act}",
         "w": f"tensordesc<{weight}[{config.block_n}, {config.block_k}]>" if tma else f"*{weight}",
-        "out": SIGNATURE[act], "residual": SIGNATURE[act], "bias": SIGNATURE[act],
+        **_outputs(epilogue, act), "bias": SIGNATURE[act],
         "scale": "*fp32", "partials": "*fp32", "tickets": "*i32", **dict.fromkeys(_SIZES, "i32"),
     }  # fmt: skip
     aligned = [name for name, kind in signature.items() if not kind.startswith("tensordesc")]
@@ -54,13 +54,18 @@ def compile_gemm(
     )  # fmt: skip
 
 
+def _outputs(epilogue: str, act: str) -> dict[str, str]:
+    """Types of out and residual, which is Scatter's table."""
+    return {"out": SIGNATURE[act], "residual": "*i64" if epilogue == "scatter" else SIGNATURE[act]}
+
+
 def _compile_async(config: GemmConfig, epilogue: str, act: str) -> Report:
     dtype = {"bf16": gl.bfloat16, "fp16": gl.float16}[act]
     bt, bn, bk = config.block_t, config.block_n, config.block_k
     x_layout = gl.NVMMASharedLayout.get_default_for([bt, bk], dtype)
     w_layout = gl.NVMMASharedLayout.get_default_for([bn, bk], gl.float8e4nv)
     pointers = {
-        "out": SIGNATURE[act], "residual": SIGNATURE[act], "bias": SIGNATURE[act], "scale": "*fp32",
+        **_outputs(epilogue, act), "bias": SIGNATURE[act], "scale": "*fp32",
         "partials": "*fp32", "tickets": "*i32",
         **dict.fromkeys(("T", "N", "K", "out_stride", "res_stride"), "i32"),
     }  # fmt: skip
@@ -82,7 +87,7 @@ def _compile_async(config: GemmConfig, epilogue: str, act: str) -> Report:
 def _compile_w8a8(config: GemmConfig, epilogue: str, act: str, tma: bool) -> Report:
     blocks = {"x": (config.block_t, config.block_k), "w": (config.block_n, config.block_k)}
     pointers = {
-        "out": SIGNATURE[act], "residual": SIGNATURE[act], "bias": SIGNATURE[act],
+        **_outputs(epilogue, act), "bias": SIGNATURE[act],
         "x_scale": "*fp32", "scale": "*fp32", "partials": "*fp32", "tickets": "*i32",
         **dict.fromkeys(_SIZES, "i32"),
     }  # fmt: skip
@@ -156,12 +161,19 @@ def cases() -> dict[str, dict]:
               for t, n, k in ((2048, 29568, 8192), (512, 4608, 3584))
               for c in (*gemm_space.candidates(t, n, k, "w8a8"), heuristic(t, n, k, "w8a8"))}  # fmt: skip
     for config in shapes.values():
-        for epilogue in EPILOGUE:
+        for epilogue in ("store", "residual", "silu_mul"):
             wanted[(config, epilogue, True, "bf16", True)] = {}
     square = GemmConfig("w8a8", block_k=128, warps=8, stages=3)
     wanted[(replace(square, promote=True), "residual", True, "bf16", True)] = {}
     wanted[(square, "silu_mul", True, "fp16", True)] = {}
     wanted[(square, "store", True, "bf16", False)] = {}
+    for kind in ("bf16", "fp8", "w8a8"):  # o_proj and down of a prefill at TP > 1
+        for t in (512, 2048):
+            wanted[(heuristic(t, 8192, 4096, kind), "scatter", kind != "bf16", "bf16", True)] = {}
+    wanted[(replace(square, block_n=256), "scatter", True, "bf16", True)] = {}
+    wanted[(GemmConfig(stages=4, warps=8, block_t=256), "scatter", False, "bf16", True)] = {}
+    swapped = GemmConfig(stages=4, warps=8, block_t=256, swap=True)
+    wanted[(swapped, "scatter", False, "bf16", True)] = {}
     base = GemmConfig(stages=3, warps=8)
     wide = GemmConfig(kernel="async", block_t=256, block_n=128, warps=8, stages=4)
     wanted[(wide, "residual", True, "bf16", True)] = {}

@@ -65,6 +65,40 @@ class FreeStream(Stream):
         self.query()
 
 
+class SharedQueues:
+    """Streams over `count` hardware queues, first in first out: a stream with nothing in flight goes
+    to the emptiest queue. What it waits for there holds up all that comes behind."""
+
+    def __init__(self, count: int) -> None:
+        self.queues: list[list[tuple[Stream, Callable[[], bool]]]] = [[] for _ in range(count)]
+
+    def stream(self) -> Stream:
+        return QueuedStream(self)
+
+    def run(self) -> None:
+        for queue in self.queues:
+            while queue and queue[0][1]():
+                queue.pop(0)
+
+
+class QueuedStream(Stream):
+    def __init__(self, hardware: SharedQueues) -> None:
+        super().__init__()
+        self.hardware = hardware
+
+    def _mine(self) -> list[list[tuple[Stream, Callable[[], bool]]]]:
+        return [q for q in self.hardware.queues if any(owner is self for owner, _ in q)]
+
+    def add(self, operation: Callable[[], bool]) -> None:
+        self.hardware.run()
+        queue = (self._mine() or [min(self.hardware.queues, key=len)])[0]
+        queue.append((self, operation))
+
+    def query(self) -> bool:
+        self.hardware.run()
+        return not self._mine()
+
+
 class Event:
     def record(self, stream: Stream) -> None:
         self.stream, self.done = stream, False
@@ -120,6 +154,7 @@ class Ends:
         monkeypatch.setattr(torch.cuda, "Stream", FreeStream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(signal_watchdog, "independent", lambda *_: True)
+        monkeypatch.setattr(signal_watchdog, "stream_copy", copy)
         self.channel = Channel(nbytes, "cpu", "cpu", **options)
         # A simulated kernel runs alone: a put that waited for its credit inside would wait in vain.
         self.channel.waits = self.channel.credit = "stream"

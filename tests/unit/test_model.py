@@ -128,9 +128,15 @@ def test_fp8_activations_are_held_against_the_fp8_peak():
     assert not any(cost.fp8_flops for cost in wide.values())
     assert not any(cost.fp8_flops for cost in prefill(True, rows=64).values())
     for stage in ("qkv", "o_proj", "gate_up", "down"):
-        assert narrow[stage].fp8_flops == narrow[stage].flops == wide[stage].flops > 0
+        # The last layer has one row behind its attention, in 16 bits.
+        rows = 80 * 2048 if stage == "qkv" else 79 * 2048 + 1
+        whole = wide[stage].flops
+        assert narrow[stage].flops == whole > 0
+        assert narrow[stage].fp8_flops == pytest.approx(
+            whole * (1 - (rows % 2048) / rows), rel=1e-12
+        )
         assert narrow[stage].arithmetic_s(H200) == pytest.approx(
-            wide[stage].arithmetic_s(H200) * 989 / 1979
+            wide[stage].arithmetic_s(H200) * 989 / 1979, rel=1e-5
         )
     for stage in ("attention", "lm_head"):
         assert narrow[stage].fp8_flops == 0
@@ -265,10 +271,12 @@ def test_another_engine_lies_below_the_roof_and_not_far_from_the_model(
     assert p.tok_s < roof
 
 
-def test_one_layer_stands_for_all():
-    """Counting one compiled layer num_layers times equals counting the whole graph."""
-    model = with_layers(preset("qwen2.5-7b"), 3)
-    graph = run_passes(build(model, phase="decode", rows=2, tp=2))
+@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("phase,rows", [("decode", 2), ("decode", 8), ("prefill", 256)])
+def test_one_layer_stands_for_all(phase, rows, layers):
+    """Counting one compiled layer many times equals counting the whole graph."""
+    model = with_layers(preset("qwen2.5-7b"), layers)
+    graph = run_passes(build(model, phase=phase, rows=rows, tp=2))
     whole = add_up(op_cost(op, graph, True, 100) for op in graph.ops)
-    ops = op_costs(model, 2, phase="decode", rows=2, context=100, fp8=True)
+    ops = op_costs(model, 2, phase=phase, rows=rows, context=100, fp8=True)
     assert add_up(cost * count for _, count, cost in ops) == whole

@@ -128,6 +128,17 @@ def test_graphs_of_different_sizes_share_their_slots(slots):
     assert randomised(Machine(split_form(two_graphs(slots, 6, (1, 3)), 4, fine=True)), 10) is None
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, 1, 1), (1, 1, 2, 2), (2, 1, 1, 2)])
+def test_messages_of_different_sizes_alternate_in_one_graph(sizes):
+    """A prefill: the last layer's two messages have one row. Each poll re-arms what it read."""
+    step = [Exchange(site % 2, (site % 2,), size) for site, size in enumerate(sizes)]
+    replays = [*step, Exchange(100, (100,), 1)] * 3
+    assert exhaustive(Machine(split_form(replays, 2))) is None
+    assert randomised(Machine(split_form(replays, 4, fine=True)), 10) is None
+    left = [Exchange(site % 2, (site % 2,) if site < 2 else (), s) for site, s in enumerate(sizes)]
+    caught(split_form(left * 3, 2))
+
+
 def graphs_of_two_algorithms(world: int, calls: int, replays: int, own_slot: bool = True):
     """Decode by one-shot and prefill by two-shot take turns on the engine's two slots: a slot holds `world`
     messages of 2 chunks, or a scatter area of `world` shards of 1 chunk and a gather area behind it. Each poll

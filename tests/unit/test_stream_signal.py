@@ -14,6 +14,7 @@ import torch
 from engine.errors import DeviceError, EngineError
 from engine.kernels.put_signal import ABORT, ARMED, Route
 from engine.kernels.sync import ABORT_INTERRUPTED, INTERPRET
+from engine.runtime import signal_watchdog
 from engine.runtime.signal_watchdog import Stall, Watchdog, missing_end
 from engine.runtime.stream_ops import StreamWaits
 from engine.runtime.stream_signal import Channel
@@ -205,6 +206,19 @@ def test_interrupt_ends_the_waits(ends):
     assert bool((ends.channel.box.headers[:-1, 0] == ABORT + ABORT_INTERRUPTED).all())
     with pytest.raises(DeviceError, match="interrupted"):
         ends.channel.check()
+
+
+def test_a_blocked_writer_is_not_filled(ends, monkeypatch):
+    """One sweep of abort words waits there, not one each millisecond: a full queue blocks the call."""
+    monkeypatch.setattr(signal_watchdog, "DRAIN_S", 0.3)
+    with Watchdog([ends.channel], [ends.sink], limit_s=0.1) as dog:
+        (writer,) = dog._writers.values()
+        writer.add(lambda: False)
+        receive(ends, [])
+        dog.watch()
+        with pytest.raises(DeviceError, match="cannot be ended"):
+            dog.wait()
+    assert len(writer.queue) == 1, "nothing behind what is blocked"
 
 
 def test_interrupt_with_nothing_to_end_is_forgotten(ends):

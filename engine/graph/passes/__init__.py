@@ -10,23 +10,27 @@ from engine.graph.passes.eliminate_dead import eliminate_dead
 from engine.graph.passes.fuse_epilogue import fuse_epilogue
 from engine.graph.passes.fuse_norm import fuse_norm
 from engine.graph.passes.fuse_poll import fuse_poll
+from engine.graph.passes.hoist_last_row import hoist_last_row
 from engine.graph.passes.lower_collectives import lower_collectives
 from engine.graph.passes.merge_gate_up import merge_gate_up
 from engine.graph.passes.merge_qkv import merge_qkv
 from engine.graph.passes.place_all_reduce import place_all_reduce
 from engine.graph.passes.quantize_prefill import quantize_prefill
 from engine.graph.passes.rope_pairs import rope_pairs
+from engine.graph.passes.split_rows import split_rows
 from engine.graph.verify import Checked, verify
 
 Pass = Callable[[Graph], Graph]
 
 PASSES: tuple[Pass, ...] = (
     place_all_reduce,
+    hoist_last_row,
     merge_qkv,
     rope_pairs,
     merge_gate_up,
     eliminate_dead,
     fuse_norm,
+    split_rows,
     lower_collectives,
     fuse_epilogue,
     fuse_poll,

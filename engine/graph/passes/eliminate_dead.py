@@ -12,7 +12,7 @@ EFFECTS = SENDS | {"kv_append", "rope_append", "sample", "argmax_poll", "argmax_
 
 def has_effect(op: Op) -> bool:
     """Whether the op does more than compute its outputs."""
-    return op.kind in EFFECTS or op.attrs.get("epilogue") in {"rope_append", "push"}
+    return op.kind in EFFECTS or op.attrs.get("epilogue") in EFFECTS
 
 
 def eliminate_dead(graph: Graph) -> Graph:

@@ -1,8 +1,9 @@
 """What follows a linear and reads only its result moves into the linear's epilogue.
 
-SiLU x up and the residual add in both phases; RoPE + KV append and the push to the peers in decode,
-where one program holds whole output elements (in prefill they are passes over a tile's worth of bytes
-and stay kernels of their own). The vocabulary maxima wherever lm_head is a GEMV; it keeps its logits.
+SiLU x up and the residual add everywhere; the push to the peers and the vocabulary maxima where the linear is
+a GEMV, whose programs hold whole output elements (lm_head keeps its logits too); RoPE + KV append in decode (of
+a GEMM they are passes over a tile's worth of bytes and stay kernels of their own); the way of each row to its owner
+(two-shot), which only GEMMs have.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from dataclasses import replace
 from engine.graph.facts import GEMV_MAX_ROWS
 from engine.graph.ir import Graph, Op, make_op
 
-_PREFILL = {"silu_mul": "silu_mul", "add": "residual", "argmax_partial": "maxima"}
-_DECODE = {**_PREFILL, "rope_append": "rope_append", "push": "push"}
+_EPILOGUES = {
+    "silu_mul": "silu_mul",
+    "add": "residual",
+    "rope_append": "rope_append",
+    "push": "push",
+    "two_shot_scatter": "two_shot_scatter",
+    "argmax_partial": "maxima",
+}
+_GEMV_ONLY = {"push", "argmax_partial"}
 # The role of the linear's result, if it is not x.
 _READS = {"rope_append": "qkv", "argmax_partial": "logits"}
 
 
 def fuse_epilogue(graph: Graph) -> Graph:
     """linear + its only reader -> linear with attrs["epilogue"]."""
-    fusable = _DECODE if graph.phase == "decode" else _PREFILL
     uses = graph.consumers()
     ops: list[Op] = []
     skip: set[int] = set()
@@ -32,16 +39,17 @@ def fuse_epilogue(graph: Graph) -> Graph:
         first = _READS.get(reader.kind, "x") if reader is not None else "x"
         if (
             reader is None
-            or reader.kind not in fusable
+            or reader.kind not in _EPILOGUES
             or reader.input(first) != op.out
             # A norm over a head, or the scale of one: more than a program holds.
             or reader.find("q_norm") is not None
             or reader.find("k_scale") is not None
-            or (reader.kind == "argmax_partial" and op.out.shape[0] > GEMV_MAX_ROWS)
+            or (reader.kind in _GEMV_ONLY and op.out.shape[0] > GEMV_MAX_ROWS)
+            or (reader.kind == "rope_append" and graph.phase != "decode")
         ):
             ops.append(op)
             continue
-        ops.append(_fused(op, reader, fusable[reader.kind], first))
+        ops.append(_fused(op, reader, _EPILOGUES[reader.kind], first))
         skip.add(readers[0])
     return replace(graph, ops=tuple(ops))
 

@@ -1,7 +1,7 @@
-"""Decode: RMSNorm moves into the prologue of the GEMV that reads it.
+"""RMSNorm moves into the prologue of the GEMV that reads it: in decode, and for the last row of a prefill.
 
 The GEMV loads all of x anyway, so it sums the squares on the fly and scales its result by 1 / rms once;
-no launch, no extra pass. A prefill GEMM splits its rows over many tiles and would repeat the sum in
+no launch, no extra pass. A GEMM splits its rows over many tiles and would repeat the sum in
 each, so there the norm stays a kernel of its own.
 """
 

@@ -4,6 +4,7 @@ The GEMV polls the messages itself, its weights already on their way, adds the r
 state for the next residual add: one launch and one round trip through memory less, twice a layer. Worth it
 while the messages are small (kernels/gemv_poll.py), and bits are equal either way. All exchanges of a graph
 are fused or none: the slots of the fused ones rotate by site (kernels/slots.py), which takes their whole line.
+So a prefill, most of whose exchanges have many rows, keeps its polls.
 """
 
 from __future__ import annotations

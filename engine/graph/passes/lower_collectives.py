@@ -2,8 +2,7 @@
 
 They are separate launches, so ranks that share a device can run in lockstep on one stream (every rank's
 send before any rank's wait for it) and nothing can spin in front of what it waits for. Which algorithm
-sums is chosen here, by ranks and bytes of the message: one-shot (two halves), two-shot (three thirds: the
-middle one waits for the first and sends to the last) or the flag barrier.
+sums is chosen here, by ranks and bytes of the message: one-shot or the flag barrier (two-shot: split_rows.py).
 """
 
 from __future__ import annotations
@@ -15,23 +14,13 @@ from functools import cache
 from engine.graph.facts import all_reduce_algorithm
 from engine.graph.ir import Graph, Op, Value, make_op
 
-ACT_BYTES = 2  # activations are 16-bit wherever messages cost time
-
 # What a rank sends, one message a step, and what it then waits for.
 _SENDS = {
     "lamport": ("push",),
     "nccl": ("push", "nccl_gather"),
-    "two_shot": ("two_shot_scatter", "two_shot_reduce"),
     "flag": ("flag_publish",),
 }
-_LAST = {
-    "lamport": "poll_residual",
-    "nccl": "poll_residual",
-    "two_shot": "two_shot_gather",
-    "flag": "flag_reduce",
-}
-# The op of each algorithm that adds the residual.
-_ADDS_RESIDUAL = {"poll_residual", "two_shot_reduce", "flag_reduce"}
+_WAIT = {"lamport": "poll_residual", "nccl": "poll_residual", "flag": "flag_reduce"}
 
 
 def lower_collectives(graph: Graph) -> Graph:
@@ -41,13 +30,16 @@ def lower_collectives(graph: Graph) -> Graph:
     skip: set[int] = set()
     site = 0
 
+    whole = tuple(name for name in graph.algorithms if name != "two_shot")
+
     @cache
-    def algorithm(nbytes: int) -> str:
-        return all_reduce_algorithm(graph.tp, nbytes, graph.algorithms)
+    def algorithm(rows: int, hidden: int) -> str:
+        return all_reduce_algorithm(graph.tp, rows, hidden, whole)
 
     for i, op in enumerate(graph.ops):
         if i in skip:
             continue
+        site += op.kind == "two_shot_scatter"
         if op.kind == "all_reduce":
             (reader,) = uses[op.out]
             add = graph.ops[reader]
@@ -63,22 +55,21 @@ def lower_collectives(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def _all_reduce(op: Op, add: Op, site: int, algorithm_of: Callable[[int], str]) -> list[Op]:
+def _all_reduce(op: Op, add: Op, site: int, algorithm_of: Callable[[int, int], str]) -> list[Op]:
     partial, residual = op.input("x"), add.input("residual")
     rows, hidden = partial.shape
-    algorithm = algorithm_of(rows * hidden * ACT_BYTES)
+    algorithm = algorithm_of(rows, hidden)
     sends = _SENDS[algorithm]
 
     def emit(kind: str, out: Value, **inputs: Value) -> Op:
-        with_residual = {"residual": residual} if kind in _ADDS_RESIDUAL else {}
-        return make_op(kind, out, "all_reduce", op.layer, {"site": site}, **inputs, **with_residual)
+        return make_op(kind, out, "all_reduce", op.layer, {"site": site}, **inputs)
 
     first = Value(f"{partial.name}_msg", partial.shape, sharding="partial")
     ops = [emit(sends[0], first, x=partial)]
     for kind in sends[1:]:
         message = Value(f"{partial.name}_{kind}", partial.shape, sharding="partial")
         ops.append(emit(kind, message, message=ops[-1].out))
-    return [*ops, emit(_LAST[algorithm], add.out, message=ops[-1].out)]
+    return [*ops, emit(_WAIT[algorithm], add.out, message=ops[-1].out, residual=residual)]
 
 
 def _sample(op: Op, graph: Graph) -> list[Op]:
