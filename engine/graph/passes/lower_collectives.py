@@ -29,7 +29,6 @@ def lower_collectives(graph: Graph) -> Graph:
     ops: list[Op] = []
     skip: set[int] = set()
     site = 0
-
     whole = tuple(name for name in graph.algorithms if name != "two_shot")
 
     @cache
