@@ -59,15 +59,16 @@ def measure(rows: Rows, args, text: str, rate: float) -> list[tuple[int, float, 
     """(prompt length, median TTFT ms, floor ms) of one deployment; writes its rows."""
     lengths = [int(n) for n in args.input_lens.split(",")]
     engine = parse(text, max_num_seqs=1, max_model_len=max(lengths) + 64,
-                   prefill_activations=args.prefill_activations)  # fmt: skip
+                   prefill_activations=args.prefill_activations, all_reduce=args.all_reduce)  # fmt: skip
     config, degree = preset(text.split(":")[0]), engine.shard_of or engine.tensor_parallel_size
     executor = create_executor(engine, config)
     activations = "fp8" if engine.fp8_prefill(engine.quantization) else "16bit"
-    named = dict(facts(engine), algorithm=f"{activations} activations")
+    forced = "" if args.all_reduce == "auto" else f", {args.all_reduce}"
+    named = dict(facts(engine), algorithm=f"{activations} activations{forced}")
     points = []
     try:
         _, _, step = generate(executor, list(range(16)), 33)
-        print(f"{text} {activations}: decode step {step * 1e3:.2f} ms", flush=True)
+        print(f"{text} {activations}{forced}: decode step {step * 1e3:.2f} ms", flush=True)
         for length in lengths:
             ids = [(i * 7919 + 13) % 150000 for i in range(length)]
             took = [generate(executor, ids, 2)[1] * 1e3 for _ in range(args.iters + 2)][2:]
@@ -114,6 +115,7 @@ def main() -> None:
     options.add_argument("--input-lens", default="16,64,128,512,2048,8192")
     options.add_argument("--iters", type=int, default=10)
     options.add_argument("--prefill-activations", choices=("auto", "16bit", "fp8"), default="auto")
+    options.add_argument("--all-reduce", choices=("auto", "lamport", "two_shot"), default="auto")
     options.add_argument("--png", help="plot (needs matplotlib)")
     args = options.parse_args()
     rows, rate = Rows("ttft"), matrix_rate()

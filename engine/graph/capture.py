@@ -15,8 +15,10 @@ import torch
 from engine.graph.lower import Launch
 from engine.kernels.sync import ABORT_INTERRUPTED
 from engine.runtime import nccl
+from engine.runtime.jit import hash_compiler
 
-Captured = list[tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]]  # a graph a device
+Line = tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]
+Captured = list[Line]  # one a device
 
 
 def _site(launch: Launch) -> object:
@@ -24,6 +26,19 @@ def _site(launch: Launch) -> object:
     if launch.op.is_send or launch.op.is_wait:
         return launch.op.attrs.get("site", "sampling")
     return None
+
+
+def _uses_blas(launch: Launch) -> bool:
+    return getattr(launch.config, "kernel", None) == "cublas"
+
+
+def _enter_thread(stream: torch.cuda.Stream, blas: bool = False) -> None:
+    """A thread has no CUDA context until it makes a runtime call; TMA descriptors need one. blas: its handle and
+    workspace too, which a capture must not make."""
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        square = torch.zeros((16, 16), dtype=torch.bfloat16, device=stream.device)
+        if blas:
+            torch.mm(square, square)
 
 
 class Program:
@@ -67,15 +82,30 @@ class Program:
             first = last + 1
 
     def _capture_columns(self, columns: range) -> Captured:
-        captured = []
-        for stream, ranks in self._local.items():
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
+        """Devices side by side, in threads: what a launch and the end of a capture do in the driver, they do
+        without the interpreter's lock."""
+        if len(self._local) == 1:
+            return [self._capture_line(columns, *line) for line in self._local.items()]
+
+        def capture(line: tuple[torch.cuda.Stream, list[int]]) -> Line:
+            _enter_thread(line[0], any(_uses_blas(launch) for launch in self.launches[line[1][0]]))
+            return self._capture_line(columns, *line)
+
+        with ThreadPoolExecutor(len(self._local), thread_name_prefix="capture") as pool:
+            return list(pool.map(capture, self._local.items()))
+
+    def _capture_line(self, columns: range, stream: torch.cuda.Stream, ranks: list[int]) -> Line:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            stream.synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
                 for index in columns:
                     for rank in ranks:
                         self.launches[rank][index].run()
-            captured.append((stream, graph))
-        return captured
+            finally:
+                graph.capture_end()
+        return stream, graph
 
     def _is_joint(self, index: int) -> bool:
         return self.launches[0][index].messages is not None
@@ -135,10 +165,10 @@ def warm(
             launch.run()
 
     def compile_one(item: tuple[Launch, torch.cuda.Stream]) -> None:
-        # A thread has no CUDA context until it makes a runtime call; TMA descriptors need one.
-        torch.zeros(1, device=item[1].device)
+        _enter_thread(item[1])
         run(item)
 
+    hash_compiler()
     status[0] = ABORT_INTERRUPTED
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
         list(pool.map(compile_one, first.values()))
@@ -149,30 +179,37 @@ def warm(
     seen: set[tuple[str, int]] = set()
     for program in programs:
         columns = list(zip(*program.launches))
-
-        def new(column: tuple[Launch, ...], program: Program = program) -> bool:
-            return any(
-                (item.key, stream.device.index) not in seen
-                for item, stream in zip(column, program.streams)
-            )
-
-        # A send and its wait run together or not at all: a wait alone would spin until it expires.
-        sites = {
-            _site(column[0]) for column in columns if _site(column[0]) is not None and new(column)
-        }
-        for column in columns:
-            site = _site(column[0])
-            if not (site in sites if site is not None else new(column)):
-                continue
+        for index in new_columns(columns, [s.device.index for s in program.streams], seen):
+            column = columns[index]
             if column[0].messages is not None:
                 carry(column, program.streams)
             for item, stream in zip(column, program.streams):
                 if item.messages is None:
                     run((item, stream))
-                seen.add((item.key, stream.device.index))
-            if site is not None:
+            if _site(column[0]) is not None:
                 for device in devices:
                     torch.cuda.synchronize(device)
     for device in devices:
         torch.cuda.synchronize(device)
     return len({key for key, _ in seen})
+
+
+def new_columns(
+    columns: Sequence[Sequence[Launch]], devices: Sequence[int], seen: set[tuple[str, int]]
+) -> list[int]:
+    """Indices of the launches to run so that every (key, device) of `columns` has run; adds those to `seen`.
+
+    A send and its wait run together or not at all: a wait alone would spin until it expires. Layers exchange
+    alike, so of their all-reduces only the first of each kind runs.
+    """
+    groups: dict[object, list[int]] = {}
+    for index, column in enumerate(columns):
+        site = _site(column[0])
+        groups.setdefault(("alone", index) if site is None else site, []).append(index)
+    chosen: list[int] = []
+    for group in groups.values():
+        keys = {(item.key, at) for index in group for item, at in zip(columns[index], devices)}
+        if not keys <= seen:
+            seen |= keys
+            chosen += group
+    return sorted(chosen)

@@ -17,7 +17,9 @@ DUMP_CONTEXT = 4096  # KV positions that the launches of the dump are configured
 
 def format_value(value: Value) -> str:
     """name:dtype[shape], with a mark for what is not replicated."""
-    mark = "" if value.sharding == "replicated" else f" {value.sharding}"
+    mark = {"replicated": "", "sharded": " sharded", "partial": " partial", "rows": " rows"}[
+        value.sharding
+    ]
     return f"{value}:{value.dtype}[{','.join(map(str, value.shape))}]{mark}"
 
 

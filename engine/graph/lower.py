@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from engine.graph.facts import ALGORITHM, GEMV_MAX_ROWS, choice
+from engine.graph.facts import ALGORITHM, GEMV_MAX_ROWS, Choice, choice
 from engine.graph.ir import Graph, Op, Value
 from engine.graph.lower_exchange import ExchangeOps
 from engine.graph.plan import BufferPlan, arena_outputs, read_bytes, value_bytes
@@ -51,7 +52,7 @@ class Launch:
     bytes: int
     key: str  # launches with equal keys run the same compiled kernel: one of them warms all
     run: Callable[[], None] = field(repr=False)
-    choice: tuple[str, dict[str, Any]] | None = None  # (op, facts) that the config was chosen by
+    choice: Choice | None = None  # (op, facts) that the config was chosen by
     # Of a launch that all ranks make at once: uint8 [world, bytes], the slot whose messages NCCL gathers.
     messages: torch.Tensor | None = None
 
@@ -71,14 +72,28 @@ def lower(
     return _Lowering(graph, buffers, rank, pdl, captured).launches()
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What launches of the same kernel on tensors of the same shapes and dtypes have in common (see Launch)."""
+
+    config: Any
+    bytes: int
+    key: str
+    choice: Choice | None
+
+
 class _Lowering(ExchangeOps):
     def __init__(self, graph: Graph, buffers: BufferPlan, rank: Rank, pdl: bool, captured: bool):
         self.graph, self.rank, self.pdl = graph, rank, pdl
         self.prefetch = pdl and captured
-        self.chosen: dict[tuple, Any] = {}
-        self.tensors = {
-            value: self._tensor(value, offset) for value, offset in buffers.offsets.items()
-        }
+        self.forms: dict[tuple, _Form] = {}
+        views: dict[tuple, torch.Tensor] = {}  # layers use the same buffers
+        self.tensors: dict[Value, torch.Tensor] = {}
+        for value, offset in buffers.offsets.items():
+            where = (offset, value.dtype, value.shape)
+            if where not in views:
+                views[where] = self._tensor(value, offset)
+            self.tensors[value] = views[where]
         for op in graph.ops:
             if op.kind == "two_shot_gather":
                 self._place_gathered(op)
@@ -121,13 +136,6 @@ class _Lowering(ExchangeOps):
         """(slot, start, length) on the device, in prefill."""
         return self.rank.request if self.graph.phase == "prefill" else None
 
-    def _choose(self, op: str, facts: dict[str, Any]) -> Any:
-        """Each layer asks the same."""
-        key = (op, *facts.items())
-        if key not in self.chosen:
-            self.chosen[key] = choose(op, facts)
-        return self.chosen[key]
-
     def _launch(
         self,
         op: Op,
@@ -136,22 +144,29 @@ class _Lowering(ExchangeOps):
         detail: str = "",
         **kwargs: Any,
     ) -> Launch:
-        config = None
-        chosen = choice(op, self.graph, self._weight_dtype, self.rank.dtype, self._kv_length())
-        if chosen is not None:
-            config = self._choose(*chosen)
-            if op.kind in ALGORITHM:  # the links may not allow the tuned one
-                config = replace(config, algorithm=ALGORITHM[op.kind])
-            kwargs["config"] = config
-
-        def run() -> None:
-            function(*args, **kwargs, pdl=self.pdl)
-
         name = f"{function.__name__}{detail}"
-        shapes = [value.shape for value in (*op.inputs, *op.outputs)]
+        form = self._form(op, name)
+        if form.config is not None:
+            kwargs["config"] = form.config
+        run = partial(function, *args, **kwargs, pdl=self.pdl)
+        return Launch(op, name, form.config, form.bytes, form.key, run, form.choice)
+
+    def _form(self, op: Op, name: str) -> _Form:
+        """Looked up for all layers but the first."""
+        values = (*op.inputs, *op.outputs)
+        shapes = [value.shape for value in values]
         dtypes = [self.rank.weights[v.name].weight.dtype for v in op.inputs if v.kind == "weight"]
-        key = f"{name} {shapes} {dtypes} {config} {self.pdl}"
-        return Launch(op, name, config, self._bytes(op), key, run, chosen)
+        alike = (name, op.attrs["roles"], *shapes, *dtypes)
+        if alike not in self.forms:
+            config = None
+            chosen = choice(op, self.graph, self._weight_dtype, self.rank.dtype, self._kv_length())
+            if chosen is not None:
+                config = choose(*chosen)
+                if op.kind in ALGORITHM:  # the links may not allow the tuned one
+                    config = replace(config, algorithm=ALGORITHM[op.kind])
+            key = f"{name} {shapes} {dtypes} {config} {self.pdl}"
+            self.forms[alike] = _Form(config, self._bytes(op), key, chosen)
+        return self.forms[alike]
 
     def _joint(self, op: Op, messages: torch.Tensor) -> Launch:
         """Not a kernel of one rank: NCCL gathers `messages` (uint8 [world, bytes]) for all ranks at once."""
@@ -245,7 +260,7 @@ class _Lowering(ExchangeOps):
         weight = self._in(op, "w")
         chosen = choice(op, self.graph, self._weight_dtype, rank.dtype, self._kv_length())
         assert chosen is not None
-        parts = gemv_programs(self._choose(*chosen), n, weight.shape[1], rows, weight.dtype)
+        parts = gemv_programs(choose(*chosen), n, weight.shape[1], rows, weight.dtype)
         return Maxima(
             logits, *self._set_best(rows, parts), state.temperature, state.seeds, state.positions,
             rank.row_slots[:rows], op.attrs["vocab_size"], rank.index * op.attrs["shard_size"],

@@ -60,7 +60,7 @@ def plan(graph: Graph, act_bytes: int) -> BufferPlan:
     """First-fit allocation in order of definition. The graph's output, its logits, has the arena's start to
     itself: one sampling tail (graph/tail.py) finds the logits of every graph there.
     """
-    last = {value: uses[-1] for value, uses in graph.consumers().items()}
+    last = {value: i for i, op in enumerate(graph.ops) for value in op.inputs}
     live: list[tuple[int, int, int]] = []  # (start, stop, last use)
     offsets: dict[Value, int] = {}
     top = 0

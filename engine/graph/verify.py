@@ -2,48 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import operator
+from dataclasses import dataclass, field, replace
 
 from engine.graph.ir import OP_KINDS, SENDS, Graph, Op, Value
+from engine.weights import WeightSpec
 
 
 class GraphError(AssertionError):
     """A pass produced an inconsistent graph: our bug, not the user's."""
 
 
-def verify(graph: Graph) -> None:
-    """Definition before use, single assignment, known kinds, shapes, sharding, weights. Raises GraphError."""
-    defined: set[Value] = set()
-    names: set[str] = set()
+@dataclass
+class Checked:
+    """What has been found right about a graph in the making. A pass leaves most ops as they are, so what is true of
+    an op or a weight by itself is looked at once; the line that they form, each time that it changes."""
+
+    ops: dict[int, Op] = field(default_factory=dict)  # by id(); held, so that no id is used again
+    weights: dict[str, tuple[WeightSpec, tuple[int, ...]]] = field(default_factory=dict)
+    last: Graph | None = None
+
+
+def verify(graph: Graph, checked: Checked | None = None) -> None:
+    """Definition before use, single assignment, known kinds, shapes, sharding, weights. Raises GraphError.
+
+    checked: of the graphs that this one was made from; added to.
+    """
+    checked = checked or Checked()
+    if checked.last is not None and _same(graph, checked.last):
+        return
+    defined: dict[str, Value] = {}
     used_weights: set[str] = set()
     for i, op in enumerate(graph.ops):
-        where = f"{graph.model} {graph.phase} op {i} ({op.kind}, layer {op.layer})"
-        if op.kind not in OP_KINDS:
-            raise GraphError(f"{where}: unknown kind")
-        if len(op.attrs.get("roles", ())) != len(op.inputs):
-            raise GraphError(f"{where}: roles do not match the inputs")
         for value in op.inputs:
-            if value.kind == "temp" and value not in defined:
-                raise GraphError(f"{where}: reads {value} before it is defined")
-            if value.kind == "weight":
-                _check_weight(graph, value, where)
+            if value.kind == "temp":
+                found = defined.get(value.name)
+                if found is not value and found != value:
+                    raise GraphError(f"{_where(graph, i)}: reads {value} before it is defined")
+            elif value.kind == "weight":
                 used_weights.add(value.name)
+                known, spec = checked.weights.get(value.name), graph.weights.get(value.name)
+                if known is None or known[0] is not spec or known[1] != value.shape:
+                    checked.weights[value.name] = _check_weight(graph, value, _where(graph, i))
         for value in op.outputs:
-            if value.kind == "temp" and value.name in names:
-                raise GraphError(f"{where}: {value} is defined twice")
-            names.add(value.name)
-            defined.add(value)
-        if op.kind not in _TWO_SHOT and any(value.sharding == "rows" for value in op.inputs):
-            raise GraphError(f"{where}: reads rows that other ranks hold")
-        _check_op(op, graph.tp, where)
-        _check_cache(op, where)
-    if graph.output is not None and graph.output not in defined:
+            if value.kind == "temp" and value.name in defined:
+                raise GraphError(f"{_where(graph, i)}: {value} is defined twice")
+            defined[value.name] = value
+        if id(op) not in checked.ops:
+            _check_alone(op, graph.tp, _where(graph, i))
+            checked.ops[id(op)] = op
+    if graph.output is not None and defined.get(graph.output.name) != graph.output:
         raise GraphError(f"{graph.model} {graph.phase}: output {graph.output} is never defined")
     if not used_weights <= set(graph.weights):
         raise GraphError(f"weights without a spec: {sorted(used_weights - set(graph.weights))[:5]}")
+    checked.last = graph
 
 
-def _check_weight(graph: Graph, value: Value, where: str) -> None:
+def _same(graph: Graph, other: Graph) -> bool:
+    """Whether a pass had nothing to do: the very same ops, weights and output."""
+    return (
+        len(graph.ops) == len(other.ops)
+        and all(map(operator.is_, graph.ops, other.ops))
+        and graph.weights is other.weights
+        and graph.output is other.output
+    )
+
+
+def _where(graph: Graph, index: int) -> str:
+    op = graph.ops[index]
+    return f"{graph.model} {graph.phase} op {index} ({op.kind}, layer {op.layer})"
+
+
+def _check_weight(graph: Graph, value: Value, where: str) -> tuple[WeightSpec, tuple[int, ...]]:
     spec = graph.weights.get(value.name)
     if spec is None:
         raise GraphError(f"{where}: weight {value} has no spec")
@@ -52,10 +82,23 @@ def _check_weight(graph: Graph, value: Value, where: str) -> None:
             raise GraphError(
                 f"{where}: {value} is {value.shape}, its spec gives {spec.local_shape(rank)}"
             )
+    return spec, value.shape
+
+
+def _check_alone(op: Op, tp: int, where: str) -> None:
+    """What needs no other op."""
+    if op.kind not in OP_KINDS:
+        raise GraphError(f"{where}: unknown kind")
+    if len(op.attrs.get("roles", ())) != len(op.inputs):
+        raise GraphError(f"{where}: roles do not match the inputs")
+    if op.kind not in _TWO_SHOT and any(value.sharding == "rows" for value in op.inputs):
+        raise GraphError(f"{where}: reads rows that other ranks hold")
+    _check_op(op, tp, where)
+    _check_cache(op, where)
 
 
 def _check_op(op: Op, tp: int, where: str) -> None:
-    shapes = {role: op.input(role).shape for role in op.attrs["roles"]}
+    shapes = {role: value.shape for role, value in zip(op.attrs["roles"], op.inputs)}
     if op.kind == "linear":
         rows, k = shapes["x"]
         n, k_weight = shapes["w"]
@@ -187,7 +230,7 @@ def _check_partial(value: Value, where: str) -> None:
 
 
 def _check_cache(op: Op, where: str) -> None:
-    roles = set(op.attrs["roles"])
+    roles = op.attrs["roles"]
     if "k_cache" not in roles:
         return
     scaled = [role for role in "kv" if op.input(f"{role}_cache").dtype == "fp8"]

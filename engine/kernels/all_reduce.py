@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 
 from engine.errors import EngineError
+from engine.kernels.integers import cdiv
 from engine.kernels.messages import (
     address_of,
     arm,
@@ -95,7 +96,7 @@ class AllReduceConfig:
             )
 
     def grid(self, chunks: int) -> tuple[int]:
-        return (max(1, min(self.programs, triton.cdiv(chunks, self.block))),)
+        return (max(1, min(self.programs, cdiv(chunks, self.block))),)
 
 
 # Bytes of one message from which two-shot beats one-shot in prefill: it waits twice for flags, sends half of a

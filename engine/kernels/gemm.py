@@ -28,7 +28,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from engine.errors import EngineError
 from engine.kernels import gemm_async, gemm_fp8, gemm_kernel
@@ -49,6 +48,7 @@ from engine.kernels.gemm_config import (
     heuristic,
     workspace_sizes,
 )
+from engine.kernels.integers import cdiv
 from engine.kernels.silu import silu_mul
 from engine.kernels.sync import INTERPRET
 
@@ -136,7 +136,7 @@ def gemm(
         config = heuristic(t, n, k, w.dtype)
         if isinstance(epilogue, Scatter):  # the workspace is sized for the chosen configuration
             config = replace(config, split_k=1)
-    split = 1 if workspace is None else min(config.split_k, triton.cdiv(k, config.block_k))
+    split = 1 if workspace is None else min(config.split_k, cdiv(k, config.block_k))
     if workspace is not None and split > 1:
         need = workspace_sizes(config, t, n, type(epilogue))
         if workspace.partials.numel() < need[0] or workspace.tickets.numel() < need[1]:
@@ -145,7 +145,9 @@ def gemm(
                 f"{workspace.tickets.numel()} tickets; {config} at T={t} N={n} needs {need[:2]}"
             )
     tma = config.tma and _tma_able(x) and _tma_able(w)
-    settled = replace(config, split_k=split, tma=tma)
+    settled = config
+    if (split, tma) != (config.split_k, config.tma):
+        settled = replace(config, split_k=split, tma=tma)
     if x.dtype == FP8:
         gemm_fp8.launch(call, settled, pdl)
     elif (

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.epilogue import GemmEpilogue, Residual, Scatter, SiluMul, Store
+from engine.kernels.integers import cdiv, next_power_of_2
 
 FP8 = torch.float8_e4m3fn
 W8A8 = "w8a8"  # weight_dtype of a key whose x is FP8 as well, and the kernel that takes it
@@ -106,7 +106,7 @@ class Operands:
     def grid(self, config: GemmConfig) -> tuple[int]:
         """Tiles of T x tiles of N x parts of K."""
         t, n, _ = self.sizes
-        return (triton.cdiv(t, config.block_t) * triton.cdiv(n, config.block_n) * config.split_k,)
+        return (cdiv(t, config.block_t) * cdiv(n, config.block_n) * config.split_k,)
 
 
 def workspace_sizes(config: GemmConfig, t: int, n: int, epilogue: type) -> tuple[int, int, int]:
@@ -116,7 +116,7 @@ def workspace_sizes(config: GemmConfig, t: int, n: int, epilogue: type) -> tuple
         return 0, 0, t * n if epilogue is SiluMul else 0
     if config.split_k == 1:
         return 0, 0, 0
-    tiles = triton.cdiv(t, config.block_t) * triton.cdiv(n, config.block_n)
+    tiles = cdiv(t, config.block_t) * cdiv(n, config.block_n)
     return tiles * config.split_k * config.block_t * config.block_n, tiles, 0
 
 
@@ -132,22 +132,22 @@ def heuristic(
     kernel = "async" if fp8 else "triton"
     if t <= 64:
         # Bound by the read of the weights, so all SMs must stream, with deep pipelines.
-        tiles, blocks, split = triton.cdiv(n, 64), triton.cdiv(k, 128), 1
+        tiles, blocks, split = cdiv(n, 64), cdiv(k, 128), 1
         while tiles * split < sm_count and blocks // (split + 1) >= 8 and split < 8:
             split += 1
         return GemmConfig(
-            kernel, block_t=max(16, triton.next_power_of_2(t)), block_n=64, block_k=128, warps=4,
+            kernel, block_t=max(16, next_power_of_2(t)), block_n=64, block_k=128, warps=4,
             stages=6 if fp8 else 4, swap=True, split_k=split,
         )  # fmt: skip
 
     def waves(block_t: int, split: int) -> float:
         """Tile areas one SM works off; a smaller tile reads more, a split adds its partial sums."""
-        tiles = triton.cdiv(t, block_t) * triton.cdiv(n, 128) * split
+        tiles = cdiv(t, block_t) * cdiv(n, 128) * split
         price = (1.0 if block_t == 256 else 1.1) * (1.0 if split == 1 else 1.05)
-        return triton.cdiv(tiles, sm_count) * block_t / split * price
+        return cdiv(tiles, sm_count) * block_t / split * price
 
     options = [(256, 1), (128, 1)] if t > 128 else [(128, 1)]
-    options += [(128, split) for split in (2, 3) if triton.cdiv(k, 64) // split >= 8]
+    options += [(128, split) for split in (2, 3) if cdiv(k, 64) // split >= 8]
     block_t, split = min(options, key=lambda option: waves(*option))
     small = block_t == 128 and split == 1 and not fp8
     return GemmConfig(
@@ -161,14 +161,12 @@ def _heuristic_w8a8(t: int, n: int, k: int, sm_count: int) -> GemmConfig:
     and a split's fp32 partial tiles written and read at 4 TB/s."""
     # block_t, block_n, warps, stages, split, price of a product
     options = [(128, 256, 8, 4, 1, 1.0), (128, 128, 8, 3, 1, 1.1), (64, 128, 4, 3, 1, 1.4)]
-    options += [
-        (128, 128, 8, 3, split, 1.1) for split in (2, 3, 4) if triton.cdiv(k, 128) // split >= 8
-    ]
+    options += [(128, 128, 8, 3, split, 1.1) for split in (2, 3, 4) if cdiv(k, 128) // split >= 8]
 
     def us(option: tuple[int, int, int, int, int, float]) -> float:
         block_t, block_n, _, _, split, price = option
-        programs = triton.cdiv(t, block_t) * triton.cdiv(n, block_n) * split
-        work = triton.cdiv(programs, sm_count) * 2 * block_t * block_n * k / split / 10.5e6 * price
+        programs = cdiv(t, block_t) * cdiv(n, block_n) * split
+        work = cdiv(programs, sm_count) * 2 * block_t * block_n * k / split / 10.5e6 * price
         return work + (0 if split == 1 else 8 * programs * block_t * block_n / 4e6)
 
     block_t, block_n, warps, stages, split, _ = min(options, key=us)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import triton
 
 from engine.errors import EngineError
+from engine.kernels.integers import cdiv, next_power_of_2
 
 SHARED_BYTES = (
     227 * 1024
@@ -110,7 +110,7 @@ class RingShape:
 
 def ring_rows(config: GemvConfig, n: int) -> int:
     """Output rows of a program: whole pairs (gate/up, RoPE, Lamport words), at most two rows of imbalance."""
-    return 2 * triton.cdiv(n, 2 * config.programs)
+    return 2 * cdiv(n, 2 * config.programs)
 
 
 def ring_shape(
@@ -146,11 +146,11 @@ def ring_shape(
             f"ring GEMV: block_k {block_k} over {warps_k} warps must be multiples of 128 bytes, stages >= 2"
         )
     rows_per_program = ring_rows(config, n)
-    padded_rows = triton.next_power_of_2(rows)
+    padded_rows = next_power_of_2(rows)
     tile = block_n * block_k * size
     scratch = 4 * padded_rows * warps_k * block_n
     chunk = max(num_warps * 256, block_k)
-    staged = 2 * padded_rows * triton.cdiv(k, chunk) * chunk
+    staged = 2 * padded_rows * cdiv(k, chunk) * chunk
     per_sm = config.programs_per_sm
     budget = SHARED_BYTES // per_sm - (1024 if per_sm > 1 else 0)
     if stages * tile + scratch > budget:
@@ -169,7 +169,7 @@ def ring_shape(
     stage_x = stage_x or polls
     stages = shallow if stage_x else stages
     shared = stages * tile + scratch + (staged if stage_x else 0)
-    programs = triton.cdiv(n, rows_per_program)
+    programs = cdiv(n, rows_per_program)
     return RingShape(programs, rows_per_program, stage_x, stages, shared)
 
 
@@ -186,7 +186,7 @@ def weight_name(dtype: torch.dtype | str) -> str:
 def simple_config(n: int, k: int, weight_dtype: torch.dtype | str) -> GemvConfig:
     """A config of the plain kernel for any shape: 16 bytes a load, no more block than the shape has."""
     vector = 16 if weight_name(weight_dtype) == "fp8" else 8
-    block_k = min(512, max(vector * 4, triton.next_power_of_2(k)))
+    block_k = min(512, max(vector * 4, next_power_of_2(k)))
     return GemvConfig("simple", 8 if n >= 8 else 2, block_k, 4 if block_k >= 256 else 1)
 
 
@@ -225,7 +225,7 @@ def heuristic(n: int, k: int, weight_dtype: torch.dtype | str, sm_count: int = 1
     name = weight_name(weight_dtype)
     size = 1 if name == "fp8" else 2
     w_dtype = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    rows = 2 * triton.cdiv(n, 2 * sm_count)
+    rows = 2 * cdiv(n, 2 * sm_count)
     block_n = 16 if rows <= 16 else 32 if rows <= 32 else 64
     bytes_k = 512 if block_n == 64 else 1024
     bytes_k = min(bytes_k, 1 << ((k * size).bit_length() - 1))

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.integers import next_power_of_2
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 
@@ -40,7 +41,7 @@ def rmsnorm_kernel(
 
 def norm_launch(hidden: int) -> dict[str, int]:
     """BLOCK and num_warps of a kernel that norms a row in one program."""
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     return dict(BLOCK=block, num_warps=min(8, max(1, block // 512)))
 
 

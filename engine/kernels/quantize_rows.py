@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.integers import next_power_of_2
 from engine.kernels.norm import norm_launch, normed_row, rmsnorm_ref
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
@@ -75,7 +76,7 @@ def quantize_rows(
 ) -> None:
     """x [T, K] 16-bit -> x8 [T, K] float8_e4m3fn, scale fp32 [T]; unit stride along K."""
     rows, k = x.shape
-    block = triton.next_power_of_2(k)
+    block = next_power_of_2(k)
     quantize_rows_kernel[(rows,)](
         x, x8, scale, k, x.stride(0), x8.stride(0), BLOCK=block, PDL=pdl,
         num_warps=_warps(block), launch_pdl=pdl,

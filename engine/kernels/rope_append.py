@@ -33,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.integers import cdiv, next_power_of_2
 from engine.kernels.kv_fp8 import KVScales, write_kv
 from engine.kernels.norm import rmsnorm_ref
 from engine.kernels.quantize_rows import to_e4m3
@@ -176,8 +177,8 @@ def rope_append(
     decode = rows is not None
     where, positions = (rows.row_slots, rows.positions) if rows is not None else (request, None)
     q_norm, k_norm, eps = norm or (None, None, 0.0)
-    block_t, block_d = 1 if decode else BLOCK_T, triton.next_power_of_2(head_dim)
-    rope_append_kernel[(triton.cdiv(tokens, block_t), num_heads + 2 * num_kv_heads)](
+    block_t, block_d = 1 if decode else BLOCK_T, next_power_of_2(head_dim)
+    rope_append_kernel[(cdiv(tokens, block_t), num_heads + 2 * num_kv_heads)](
         qkv,
         q_out,
         k_cache,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,27 +56,37 @@ class Sizes:
         return kv_length(self.max_model_len)
 
 
+def _distinct(
+    op: str, graphs: Iterable[Graph], weight_dtype: Callable[[str], torch.dtype]
+) -> list[dict[str, Any]]:
+    """The facts that the graphs choose a configuration of `op` by, each once: layers ask the same."""
+    found = {
+        tuple(facts.items()): facts
+        for graph in graphs
+        for name, facts in choices(graph, weight_dtype, torch.bfloat16, 0)
+        if name == op
+    }
+    return list(found.values())
+
+
 def gemm_workspace_sizes(
     graphs: Iterable[Graph], weight_dtype: Callable[[str], torch.dtype], tuning: bool = False
 ) -> tuple[int, int, int]:
     """Largest workspace that the graphs' GEMMs need; `tuning`: that any candidate of theirs may need."""
     largest = (0, 0, 0)
-    for graph in graphs:
-        for op, facts in choices(graph, weight_dtype, torch.bfloat16, 0):
-            if op != "gemm":
-                continue
-            t, n, k = facts["t"], facts["n"], facts["k"]
-            configs = [choose("gemm", facts)]
-            if tuning:
-                configs += gemm_space.candidates(t, n, k, facts["weight_dtype"])
-            epilogue = SiluMul if facts["epilogue"] == "silu_mul" else Store
-            for config in configs:
-                sizes = gemm.workspace_sizes(config, t, n, epilogue)
-                largest = (
-                    max(largest[0], sizes[0]),
-                    max(largest[1], sizes[1]),
-                    max(largest[2], sizes[2]),
-                )
+    for facts in _distinct("gemm", graphs, weight_dtype):
+        t, n, k = facts["t"], facts["n"], facts["k"]
+        configs = [choose("gemm", facts)]
+        if tuning:
+            configs += gemm_space.candidates(t, n, k, facts["weight_dtype"])
+        epilogue = SiluMul if facts["epilogue"] == "silu_mul" else Store
+        for config in configs:
+            sizes = gemm.workspace_sizes(config, t, n, epilogue)
+            largest = (
+                max(largest[0], sizes[0]),
+                max(largest[1], sizes[1]),
+                max(largest[2], sizes[2]),
+            )
     return largest
 
 
@@ -85,15 +96,14 @@ def maxima_pairs(
     """Most vocabulary maxima that an lm_head of the graphs leaves: rows x programs of its GEMV. `tuning`: that any
     candidate for it would."""
     most = 0
-    for graph in graphs:
-        for op, facts in choices(graph, weight_dtype, torch.bfloat16, 0):
-            if op != "gemv" or facts["epilogue"] != "maxima":
-                continue
-            n, k, rows, dtype = (facts[key] for key in ("n", "k", "rows", "weight_dtype"))
-            configs = [choose("gemv", facts)]
-            if tuning:
-                configs += gemv_space.candidates(n, k, dtype, rows, present=configs[0])
-            most = max(most, *(rows * gemv_programs(c, n, k, rows, dtype) for c in configs))
+    for facts in _distinct("gemv", graphs, weight_dtype):
+        if facts["epilogue"] != "maxima":
+            continue
+        n, k, rows, dtype = (facts[key] for key in ("n", "k", "rows", "weight_dtype"))
+        configs = [choose("gemv", facts)]
+        if tuning:
+            configs += gemv_space.candidates(n, k, dtype, rows, present=configs[0])
+        most = max(most, *(rows * gemv_programs(c, n, k, rows, dtype) for c in configs))
     return most
 
 

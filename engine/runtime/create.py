@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,6 +204,7 @@ def create_gpu_executor(
     from engine.runtime.exchange import graph_exchange
     from engine.runtime.gpu import GpuExecutor
     from engine.runtime.graphs import compile_graphs, compile_tails
+    from engine.runtime.jit import hash_compiler, settle_keys
     from engine.runtime.links import choose_transport, probe_links
     from engine.tune.choose import set_target
 
@@ -211,6 +213,8 @@ def create_gpu_executor(
     config.shard(degree)
     phases = Phases()
     with phases.phase("check"):
+        threading.Thread(target=hash_compiler, name="hash", daemon=True).start()
+        settle_keys()
         devices = _devices(engine, tp)
         model = _open(engine, config, "cuda")
         dtype = model.dtype
@@ -239,11 +243,12 @@ def create_gpu_executor(
             config, tp, rows=engine.max_num_seqs, buckets=buckets, shard_of=engine.shard_of,
             prompt_logits_bucket=prompt_logits_bucket(max_model_len), only=only,
             fp8_prefill=engine.fp8_prefill(model.quantization), fp8_kv=engine.fp8_kv,
-            algorithms=algorithms, adapt=model.adapt,
+            algorithms=algorithms, chunks=max_model_len > buckets[-1], adapt=model.adapt,
         )  # fmt: skip
         tails = compile_tails(
             config, tp, rows=engine.max_num_seqs, shard_of=engine.shard_of, algorithms=algorithms
         )
+        plans = {key: plan(graph, dtype.itemsize) for key, graph in graphs.items()}
         specs = model.specs(tp, engine.shard_of)
     with phases.phase("load"):
         weights = _load(model, specs, devices)
@@ -251,7 +256,7 @@ def create_gpu_executor(
         sizes = Sizes(
             slots=engine.max_num_seqs, rows=decode_rows(engine.max_num_seqs), tokens=buckets[-1],
             max_model_len=max_model_len,
-            arena_bytes=max(plan(graph, dtype.itemsize).arena_bytes for graph in graphs.values()),
+            arena_bytes=max(buffers.arena_bytes for buffers in plans.values()),
             gemm=gemm_workspace_sizes(
                 graphs.values(), lambda name: weights[0][name].weight.dtype, tuning=only is not None
             ),
@@ -270,7 +275,7 @@ def create_gpu_executor(
         "memory": str(table),
     }
     executor = GpuExecutor(
-        config, ranks, graphs, num_slots=engine.max_num_seqs, max_model_len=max_model_len,
+        config, ranks, graphs, plans, num_slots=engine.max_num_seqs, max_model_len=max_model_len,
         buckets=buckets, phases=phases, eager=engine.enforce_eager, lazy=engine.lazy_graphs,
         # Ranks that share a device also share its stream; there is nothing to overlap safely.
         pdl=len(set(devices)) == tp, facts=facts, tails=tails if only is None else None,

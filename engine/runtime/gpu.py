@@ -43,6 +43,7 @@ class GpuExecutor:
         config: ModelConfig,
         ranks: list[Rank],
         graphs: dict[GraphKey, Graph],
+        plans: Mapping[GraphKey, BufferPlan],
         *,
         num_slots: int,
         max_model_len: int,
@@ -54,9 +55,9 @@ class GpuExecutor:
         facts: dict[str, Any],
         tails: Mapping[TailKey, tuple[Graph, BufferPlan]] | None = None,
     ):
-        """graphs: (phase, rows, logits) -> finished graph. facts: what stats() adds (bandwidth, memory).
-        tails: phase, rows -> sampling tail (graph/tail.py); None where no request has controls. lazy: prefill
-        graphs are captured when first used."""
+        """graphs: (phase, rows, logits) -> finished graph; plans: their buffers. facts: what stats() adds
+        (bandwidth, memory). tails: phase, rows -> sampling tail (graph/tail.py); None where no request has
+        controls. lazy: prefill graphs are captured when first used."""
         self.config, self.ranks, self.num_slots = config, ranks, num_slots
         self.max_model_len, self.buckets = max_model_len, buckets
         self.graphs, self._pdl, self._phases, self._facts = graphs, pdl, phases, facts
@@ -86,14 +87,20 @@ class GpuExecutor:
         self._program_of: dict[int, GraphKey] = {}
         self._decoding: tuple[int, ...] = ()
         self._eager, self._lazy = eager, lazy
-        self._compile(tails)
+        self._compile(plans, tails)
 
     # Start-up
 
-    def _compile(self, tails: Mapping[TailKey, tuple[Graph, BufferPlan]] | None) -> None:
+    def _compile(
+        self,
+        plans: Mapping[GraphKey, BufferPlan],
+        tails: Mapping[TailKey, tuple[Graph, BufferPlan]] | None,
+    ) -> None:
         jit_compiles()  # installs the counter
         with self._phases.phase("lower"):
-            self._programs = {key: self.lower(graph) for key, graph in self.graphs.items()}
+            self._programs = {
+                key: self._lower(graph, plans[key]) for key, graph in self.graphs.items()
+            }
             self._tails = (
                 {} if tails is None else {key: self._lower(*tail) for key, tail in tails.items()}
             )
@@ -101,6 +108,7 @@ class GpuExecutor:
         with self._phases.phase("compile"):
             kernels = warm(programs, self.streams, self.ranks[0].status)
             reset(self.ranks)
+        torch.cuda.empty_cache()
         free = self._free_memory()
         with self._phases.phase("capture"):
             later = {p for key, p in self._programs.items() if self._lazy and key[0] == "prefill"}

@@ -29,16 +29,19 @@ def compile_graphs(
     fp8_prefill: bool = False,
     fp8_kv: bool = False,
     algorithms: tuple[str, ...] = Graph.algorithms,
+    chunks: bool = True,
     adapt: Callable[[dict[str, WeightSpec]], dict[str, WeightSpec]] = dict,
     only: Sequence[GraphKey] | None = None,
 ) -> dict[GraphKey, Graph]:
     """Every graph of a deployment: decode rows 1, 2, 4, 8 up to `rows`; prefill buckets; the largest bucket
-    also without lm_head (chunks) and one bucket with logits of every position (prompt logprobs).
+    also without lm_head (chunks: prompts may be longer than it) and one bucket with logits of every
+    position (prompt logprobs).
     fp8_prefill, fp8_kv, algorithms: see graph/build.py. adapt: the specs as the checkpoint stores them.
     only: just these (tuning)."""
     wanted: list[GraphKey] = [("decode", n, "last") for n in DECODE_ROWS if n <= decode_rows(rows)]
     wanted += [("prefill", size, "last") for size in buckets]
-    wanted += [("prefill", buckets[-1], "none"), ("prefill", prompt_logits_bucket, "all")]
+    wanted += [("prefill", buckets[-1], "none")] if chunks else []
+    wanted += [("prefill", prompt_logits_bucket, "all")]
     graphs: dict[GraphKey, Graph] = {}
     for phase, size, logits in wanted if only is None else only:
         unfused = build(

@@ -17,6 +17,7 @@ import logging
 import re
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,25 +98,24 @@ def probe_links(devices: Sequence[int] | None = None, *, verify: bool = True) ->
     if not torch.cuda.is_available():
         return LinkMatrix()
     devices = tuple(range(torch.cuda.device_count())) if devices is None else tuple(devices)
-    lanes = _nvlink_lanes(devices)
-    links = []
-    for source in devices:
-        for target in devices:
-            if source != target:
-                links.append(_attributes(source, target, lanes.get((source, target))))
-    if verify:
-        links = [replace(k, verified=_verify(k)) if k.peer_access else k for k in links]
+    with ThreadPoolExecutor(1) as pool:
+        lanes = pool.submit(_nvlink_lanes, devices)  # nvidia-smi takes as long as the kernels
+        links = [_attributes(a, b) for a in devices for b in devices if a != b]
+        if verify:
+            links = [replace(k, verified=_verify(k)) if k.peer_access else k for k in links]
+        found = lanes.result()
+    links = [replace(k, nvlink_lanes=found.get((k.source, k.target))) for k in links]
     names = tuple(torch.cuda.get_device_name(d) for d in devices)
     return LinkMatrix(devices, names, tuple(links))
 
 
-def _attributes(source: int, target: int, lanes: int | None) -> Link:
+def _attributes(source: int, target: int) -> Link:
     """What the driver says of one pair."""
     access = torch.cuda.can_device_access_peer(source, target)
     try:
         from cuda.bindings import runtime
     except ImportError:
-        return Link(source, target, access, nvlink_lanes=lanes)
+        return Link(source, target, access)
 
     def attribute(name: str) -> int | None:
         kind = getattr(runtime.cudaDeviceP2PAttr, name)
@@ -129,7 +129,6 @@ def _attributes(source: int, target: int, lanes: int | None) -> Link:
         access,
         native_atomics=None if atomics is None else bool(atomics),
         performance_rank=attribute("cudaDevP2PAttrPerformanceRank"),
-        nvlink_lanes=lanes,
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config import preset
 from engine.runtime.buckets import LARGEST, chunks, decode_rows, prefill_buckets
+from engine.runtime.graphs import compile_graphs
 
 
 @given(st.integers(1, 40000))
@@ -36,6 +39,19 @@ def test_chunks_tile_the_prompt(length, limit):
     assert all(count == bucket == buckets[-1] for _, count, bucket in pieces[:-1])
     smaller = [size for size in buckets if size < pieces[-1][2]]
     assert all(size < pieces[-1][1] for size in smaller)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_only_prompts_beyond_the_largest_bucket_need_a_graph_without_head(chunked):
+    config = replace(preset("qwen2.5-0.5b"), num_layers=1)
+    graphs = compile_graphs(
+        config, 1, rows=2, buckets=(16, 32), shard_of=None, prompt_logits_bucket=32, chunks=chunked
+    )
+    chunk = {("prefill", 32, "none")} if chunked else set()
+    assert set(graphs) == chunk | {
+        ("decode", 1, "last"), ("decode", 2, "last"), ("prefill", 16, "last"),
+        ("prefill", 32, "last"), ("prefill", 32, "all"),
+    }  # fmt: skip
 
 
 def test_decode_rows():

@@ -14,7 +14,7 @@ from engine.graph.dump import dump_graph
 from engine.graph.ir import Value
 from engine.graph.passes import PASSES, run_passes
 from engine.graph.plan import ALIGN, arena_outputs, plan, value_bytes
-from engine.graph.verify import GraphError, verify
+from engine.graph.verify import Checked, GraphError, verify
 
 MODELS = [(name, tp) for name, config in PRESETS.items() for tp in config.valid_tp()]
 PHASES = [("decode", 1, "last"), ("decode", 8, "last"), ("prefill", 64, "last"),
@@ -289,3 +289,24 @@ def test_dump_is_short_and_complete():
         assert text.count(f"== after {transform.__name__}") == 2
     assert "layers 2..79: as above" in text and "arena of" in text
     assert len(text.splitlines()) < 1000
+
+
+def test_verifier_that_has_seen_the_graph_finds_the_same():
+    """What it checked before a pass excuses only what the pass left alone."""
+    graph = run_passes(graph_of("qwen2.5-7b", 2, "decode", 1))
+    line = list(graph.ops)
+    weight = next(v for v in line[1].inputs if v.kind == "weight")
+    spec = graph.weights[weight.name]
+    halved = replace(spec, parts=spec.parts[:1])
+    for wrong, message in (
+        (replace(graph, ops=(line[1], line[0], *line[2:])), "before it is defined"),
+        (replace(graph, ops=(line[0], *line)), "defined twice"),
+        (replace(graph, ops=(replace(line[0], kind="teleport"), *line[1:])), "unknown kind"),
+        (replace(graph, weights={**graph.weights, weight.name: halved}), "its spec gives"),
+        (replace(graph, output=replace(graph.output, name="other")), "never defined"),
+    ):
+        checked = Checked()
+        verify(graph, checked)
+        verify(replace(graph, ops=tuple(line)), checked)
+        with pytest.raises(GraphError, match=message):
+            verify(wrong, checked)

@@ -38,8 +38,8 @@ def prefill_graph(model="qwen2.5-72b", rows=512, tp=1, logits="last", fp8=True):
 def test_each_input_is_quantised_once_and_norms_write_fp8(rows, tp):
     graph = prefill_graph(rows=rows, tp=tp)
     kinds = Counter(op.kind for op in graph.ops)
-    # 2 layers, of which the last has one row behind its attention: GEMVs that have the norms. At two ranks the
-    # exchanges, of 2 MB and more, have the norms behind them.
+    # 2 layers, of which the last has one row behind its attention: GEMVs that have the norms. At TP 2 all norms but
+    # the first are within two-shot exchanges.
     within = sum(op.attrs.get("quantize", False) for op in graph.ops)
     assert within == kinds["two_shot_reduce"] == (2 if tp == 2 else 0)
     assert kinds["rmsnorm_quantize"] == 3 - within and kinds["quantize_rows"] == 2

@@ -163,6 +163,8 @@ def test_a_missing_rank_is_named_and_the_next_call_works(lost, device):
     start = time.monotonic()
     two_shot_reduce(group.ends[0], residual, h, None, group.status, **common)
     two_shot_gather(group.ends[0], rows, group.status, **common)
+    if device == "cuda":
+        torch.cuda.synchronize()
     assert time.monotonic() - start < 20
     # expired, rank 0, call site, 0: in reduce or 1: in gather, rank 1 is missing
     assert group.status.tolist()[:5] == [1, 0, 11, int(lost == "reduce"), 1]

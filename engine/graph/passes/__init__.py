@@ -18,7 +18,7 @@ from engine.graph.passes.place_all_reduce import place_all_reduce
 from engine.graph.passes.quantize_prefill import quantize_prefill
 from engine.graph.passes.rope_pairs import rope_pairs
 from engine.graph.passes.split_rows import split_rows
-from engine.graph.verify import verify
+from engine.graph.verify import Checked, verify
 
 Pass = Callable[[Graph], Graph]
 
@@ -40,14 +40,15 @@ PASSES: tuple[Pass, ...] = (
 
 def run_passes(graph: Graph, observe: Callable[[str, Graph], None] | None = None) -> Graph:
     """Apply PASSES in order, verifying before the first and after each. `observe(name, graph)` sees each stage."""
-    verify(graph)
+    checked = Checked()
+    verify(graph, checked)
     if observe:
         observe("build", graph)
     for transform in PASSES:
         name = transform.__name__
         graph = transform(graph)
         graph = replace(graph, passes=(*graph.passes, name))
-        verify(graph)
+        verify(graph, checked)
         if observe:
             observe(name, graph)
     return graph

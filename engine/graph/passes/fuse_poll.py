@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.graph.ir import Graph, Op, make_op
+from engine.graph.ir import Graph, Op, Value, make_op
 from engine.kernels.gemv_poll import polled_slots
 
 
 def fuse_poll(graph: Graph) -> Graph:
     """push, poll_residual, linear with a norm prologue -> push, linear with a message input and two outputs."""
     polls = [i for i, op in enumerate(graph.ops) if op.kind == "poll_residual"]
-    if graph.phase != "decode" or not polls or not all(_takes(graph, i) for i in polls):
+    if graph.phase != "decode" or not polls:
+        return graph
+    producers = graph.producers()
+    if not all(_takes(graph, producers, i) for i in polls):
         return graph
     rows, hidden = graph.ops[polls[0]].out.shape
     slots = polled_slots(graph.tp, rows, hidden, len(polls))
@@ -36,10 +39,10 @@ def fuse_poll(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def _takes(graph: Graph, poll: int) -> bool:
+def _takes(graph: Graph, producers: dict[Value, int], poll: int) -> bool:
     """Whether the op behind a poll is a GEMV on its result, and the message came from a GEMV's epilogue."""
     message, out = graph.ops[poll].input("message"), graph.ops[poll].out
-    sender = graph.ops[graph.producers()[message]]
+    sender = graph.ops[producers[message]]
     reader = graph.ops[poll + 1]
     reads = reader.kind == "linear" and reader.input("x") == out and "norm_eps" in reader.attrs
     return sender.attrs.get("epilogue") == "push" and reads

@@ -39,7 +39,8 @@ def hoist_last_row(graph: Graph) -> Graph:
         names = last if i in moved else gathered
         inputs = tuple(names.get(value, value) for value in op.inputs)
         outputs = (last[op.out],) if i in moved else op.outputs
-        ops.append(replace(op, inputs=inputs, outputs=outputs))
+        same = (inputs, outputs) == (op.inputs, op.outputs)
+        ops.append(op if same else replace(op, inputs=inputs, outputs=outputs))
         for value in op.outputs:
             if value in edges:
                 ops.append(_gather(value, last[value], edges[value], graph))

@@ -12,7 +12,9 @@ def place_all_reduce(graph: Graph) -> Graph:
     ops: list[Op] = []
     reduced: dict[Value, Value] = {}
     for op in graph.ops:
-        ops.append(replace(op, inputs=tuple(reduced.get(value, value) for value in op.inputs)))
+        if any(value in reduced for value in op.inputs):
+            op = replace(op, inputs=tuple(reduced.get(value, value) for value in op.inputs))
+        ops.append(op)
         for value in op.outputs:
             if value.sharding == "partial":
                 total = Value(f"{value.name}_sum", value.shape, value.dtype)

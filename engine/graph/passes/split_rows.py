@@ -10,6 +10,7 @@ which that does not hold, or for which two-shot is not the choice (bytes, links)
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from engine.graph.facts import all_reduce_algorithm
 from engine.graph.ir import Graph, Op, Value, make_op
@@ -71,13 +72,18 @@ class _Exchange:
 
 def _exchanges(graph: Graph) -> dict[int, _Exchange]:
     """By the index of the all_reduce. One that does not qualify takes with it those that need its rows."""
+
+    @cache
+    def algorithm(rows: int, hidden: int) -> str:
+        return all_reduce_algorithm(graph.tp, rows, hidden, graph.algorithms)
+
     uses = graph.consumers()
     found: dict[int, _Exchange] = {}
     for i, op in enumerate(graph.ops):
         if op.kind != "all_reduce":
             continue
         rows, hidden = op.out.shape
-        if all_reduce_algorithm(graph.tp, rows, hidden, graph.algorithms) != "two_shot":
+        if algorithm(rows, hidden) != "two_shot":
             continue
         (add,) = uses[op.out]
         readers = uses.get(graph.ops[add].out, [])
