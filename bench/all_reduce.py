@@ -39,7 +39,12 @@ from engine.kernels.all_reduce import AllReduceConfig
 from engine.runtime.links import describe, probe_links
 from engine.tune import choose
 
-TUNED_FORMS = {"lamport": "lamport_own_slot", "two_shot": "two_shot", "flag": "flag_split"}
+# As the engine launches them; a two-shot exchange's first half travels while its GEMM runs.
+TUNED_FORMS = {
+    "lamport": "lamport_own_slot",
+    "two_shot": "two_shot_behind_gemm_norm",
+    "flag": "flag_split",
+}
 CHECKED_BYTES = {"two_shot": 1 << 18}  # 16 rows, so that every rank owns some; else 16 KB
 
 

@@ -43,9 +43,11 @@ def space(op: str, facts: dict[str, Any], sm_count: int) -> list[Any]:
     if op == "gemm":
         from engine.tune.gemm_space import candidates as gemm_candidates
 
-        return list(
-            gemm_candidates(facts["t"], facts["n"], facts["k"], facts["weight_dtype"], sm_count)
-        )
+        shape = facts["t"], facts["n"], facts["k"], facts["weight_dtype"]
+        found = gemm_candidates(*shape, sm_count)
+        if facts["epilogue"] == "two_shot_scatter":  # the library cannot send rows to their owners
+            found = [config for config in found if config.kernel != "cublas"]
+        return found
     if op == "prefill_attention":
         from engine.tune.attention_space import prefill_candidates
 

@@ -11,6 +11,11 @@ even the work that would end the wait. Which streams share one is the driver's a
 on how many are held: `independent` tries a whole set at once, with a word that the host can set and
 with all kinds of work, before anything depends on it.
 
+A process has CUDA_DEVICE_MAX_CONNECTIONS hardware queues, 8 by default. On an H200 (driver 580) 7 streams could be
+held and nothing else of the process ran with 8; with 32 queues 16 could. A kernel that was never launched before does
+not start while any stream is held (its module is loaded then, which waits), and about 1000 operations behind a wait
+fill the queue: the call that adds one more blocks.
+
 No kernel here, and no Triton: `engine info` prints the probe on any machine.
 """
 

@@ -34,7 +34,7 @@ def prefill_graph(model="qwen2.5-72b", rows=512, tp=1, logits="last", fp8=True):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("rows", [128, 512])
+@pytest.mark.parametrize("rows", [64, 512])
 def test_each_input_is_quantised_once_and_norms_write_fp8(rows, tp):
     graph = prefill_graph(rows=rows, tp=tp)
     kinds = Counter(op.kind for op in graph.ops)
@@ -58,7 +58,7 @@ def test_each_input_is_quantised_once_and_norms_write_fp8(rows, tp):
 
 def test_short_prompts_decode_and_16_bit_weights_are_left_alone():
     for graph in (
-        prefill_graph(rows=112),
+        prefill_graph(rows=48),
         prefill_graph(fp8=False),
         run_passes(build(preset("qwen2.5-7b"), phase="decode", rows=8, tp=1, fp8_prefill=True)),
     ):
