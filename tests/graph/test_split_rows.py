@@ -169,7 +169,7 @@ def test_fused_equals_unfused(folder, tp):
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_fp8_on_the_way_is_the_fp8_of_the_norms(folder, tp):
-    """Quantised by the owner of a row or by its reader: the same values. 130 tokens: FP8 from 128 on."""
+    """Quantised by the owner of a row or by its reader: the same values. 130 tokens: enough for FP8."""
     ids = torch.randint(0, 317, (130,), generator=torch.Generator().manual_seed(3)).tolist()
 
     def model(algorithm, fp8_prefill=True):

@@ -108,7 +108,7 @@ def test_sweep_has_more_programs_where_messages_are_large():
     assert not programs("flag", 1 << 21)
     assert programs("two_shot", 256 << 10) == [132, 264, 396, 528] and not programs("two_shot", 1 << 17)  # fmt: skip
     for algorithm, form in TUNED_FORMS.items():
-        assert FORMS[form].algorithm == algorithm and not FORMS[form].fused
+        assert TIMED_FORMS[form].algorithm == algorithm and not TIMED_FORMS[form].fused
         assert all(config.algorithm == algorithm for config in tuned_configs(algorithm, 1 << 20))
 
 
