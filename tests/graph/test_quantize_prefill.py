@@ -39,8 +39,8 @@ def prefill_graph(model="qwen2.5-72b", rows=512, tp=1, logits="last", fp8=True):
 def test_each_input_is_quantised_once_and_norms_write_fp8(rows, tp):
     graph = prefill_graph(rows=rows, tp=tp)
     kinds = Counter(op.kind for op in graph.ops)
-    # 2 layers, of which the last has one row behind its attention: GEMVs that have the norms. Of two ranks, where messages are large, all norms but
-    # the first are within two-shot exchanges.
+    # 2 layers, of which the last has one row behind its attention: GEMVs that have the norms. At TP 2 all norms but
+    # the first are within two-shot exchanges, where messages are large enough for it.
     within = sum(op.attrs.get("quantize", False) for op in graph.ops)
     split = tp == 2 and rows * 16384 >= TWO_SHOT_BYTES[2]
     assert within == kinds["two_shot_reduce"] == (2 if split else 0)
