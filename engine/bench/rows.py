@@ -79,21 +79,22 @@ class Rows:
 
 
 def merge(folder: Path, results: Path = RESULTS) -> list[str]:
-    """Fold each <bench>.json of `folder` into results/<bench>.json; returns the files written."""
-    written = []
+    """Fold the rows of `folder`'s files, whatever their names and with the later date winning, into
+    results/<bench>.json; returns the files written."""
+    found: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.json")):
         new = json.loads(file.read_text())
-        if not isinstance(new, list) or not all(
-            isinstance(row, dict) and "metric" in row for row in new
-        ):
-            continue
-        target = results / file.name
+        if isinstance(new, list) and all(isinstance(r, dict) and "metric" in r for r in new):
+            for row in new:
+                found.setdefault(row["bench"], []).append(row)
+    for bench, rows in found.items():
+        target = results / f"{bench}.json"
         old = json.loads(target.read_text()) if target.exists() else []
-        merged = {identity(row): row for row in [*old, *new]}
+        ordered = sorted([*old, *rows], key=lambda row: row.get("date") or "")
+        merged = {identity(row): row for row in ordered}
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(list(merged.values()), indent=1) + "\n")
-        written.append(target.name)
-    return written
+    return [f"{bench}.json" for bench in found]
 
 
 def identity(row: dict[str, Any]) -> tuple:

@@ -28,7 +28,7 @@ def fill(
     row.copy_(torch.tensor([float(v) for v in values]))
     if counted:
         counts.zero_()
-        counts[torch.tensor(controls.prompt_token_ids)] = 1
+        counts[torch.tensor(controls.prompt_token_ids, dtype=torch.long)] = 1
     if biased:
         bias.zero_()
         ids = torch.tensor(list(controls.logit_bias))
