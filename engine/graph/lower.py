@@ -7,7 +7,7 @@ for nothing and can be captured. Which configuration an op gets is `engine.tune.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine.graph.ir import Graph, Op, Value
 from engine.graph.lower_exchange import ExchangeOps
 from engine.graph.plan import BufferPlan, arena_outputs, read_bytes, value_bytes
 from engine.kernels import argmax, sample
+from engine.kernels.all_reduce import shape_for
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.embedding import embedding
 from engine.kernels.epilogue import (
@@ -162,8 +163,9 @@ class _Lowering(ExchangeOps):
             chosen = choice(op, self.graph, self._weight_dtype, self.rank.dtype, self._kv_length())
             if chosen is not None:
                 config = choose(*chosen)
-                if op.kind in ALGORITHM:  # the links may not allow the tuned one
-                    config = replace(config, algorithm=ALGORITHM[op.kind])
+                algorithm = ALGORITHM.get(op.kind)  # the links may not allow the tuned one
+                if algorithm and algorithm != config.algorithm:
+                    config = shape_for(algorithm, chosen[1]["nbytes"])
             key = f"{name} {shapes} {dtypes} {config} {self.pdl}"
             self.forms[alike] = _Form(config, self._bytes(op), key, chosen)
         return self.forms[alike]

@@ -106,13 +106,18 @@ TWO_SHOT_BYTES = {2: 2 << 20, 4: 1 << 20, 8: 512 << 10}
 
 def heuristic(world: int, nbytes: int) -> AllReduceConfig:
     """Algorithm and shape for a message of `nbytes` (rows x hidden x 2) on `world` ranks."""
-    if nbytes >= TWO_SHOT_BYTES.get(world, 1 << 20):
-        return AllReduceConfig("two_shot", programs=264)
-    # Measured at 16 KB: 4 to 32 programs are equal, one program costs 2 us. Large messages want
-    # every multiprocessor.
+    two_shot = nbytes >= TWO_SHOT_BYTES.get(world, 1 << 20)
+    return shape_for("two_shot" if two_shot else "lamport", nbytes)
+
+
+def shape_for(algorithm: str, nbytes: int) -> AllReduceConfig:
+    """The shape where nothing was tuned, or something else was. Measured at 16 KB: 4 to 32 programs are equal, one
+    costs 2 us; large messages want every multiprocessor."""
+    if algorithm == "two_shot":
+        return AllReduceConfig(algorithm, programs=264)
     if nbytes <= 256 << 10:
-        return AllReduceConfig("lamport", block=128, num_warps=4, programs=128)
-    return AllReduceConfig("lamport", block=256, num_warps=8, programs=132)
+        return AllReduceConfig(algorithm, block=128, num_warps=4, programs=128)
+    return AllReduceConfig(algorithm, block=256, num_warps=8, programs=132)
 
 
 @triton.jit(

@@ -26,14 +26,14 @@ def no_cache(tmp_path, monkeypatch):
 
 
 def test_dry_run_lists_the_graphs_keys(no_cache, capsys):
-    """Decode: W8A16 GEMVs and the 16-bit lm_head; prefill: 16-bit activations below 128 tokens, FP8 from there."""
-    flags = ["--phase", "decode,prefill", "--tokens", "64,128", "--dry-run"]
+    """Decode: W8A16 GEMVs and the 16-bit lm_head; prefill: 16-bit activations below 64 tokens, FP8 from there."""
+    flags = ["--phase", "decode,prefill", "--tokens", "48,64", "--dry-run"]
     assert autotune.main([*FP8_7B, *flags]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert sum(line.startswith("gemv n=") for line in lines) == 5
     assert any(line.startswith("gemv n=152064,k=3584,weight_dtype=bf16:") for line in lines)
-    assert any(line.startswith("gemm t=64,n=37888,k=3584,weight_dtype=fp8:") for line in lines)
-    assert any(line.startswith("gemm t=128,n=37888,k=3584,weight_dtype=w8a8:") for line in lines)
+    assert any(line.startswith("gemm t=48,n=37888,k=3584,weight_dtype=fp8:") for line in lines)
+    assert any(line.startswith("gemm t=64,n=37888,k=3584,weight_dtype=w8a8:") for line in lines)
     assert all(int(line.split(": ")[1].split()[0]) > 1 for line in lines if "candidates" in line)
 
 
