@@ -2,8 +2,12 @@
 
 The ops and shapes come from the deployment's compiled graph. Each candidate is pruned by what is known
 without a GPU, compiled, checked against the configurations in use, and timed in the chain of its neighbours
-(`engine.tune.chain`); the best of them is kept before the next op is tuned. Shapes of TP 4 and 8 tune on
-one or two cards (`--shard-of`). Ctrl-C keeps what is done.
+(`engine.tune.chain`); the best of them is kept before the next op is tuned. Models, TP degrees and quantisations
+may be lists; a degree above the number of GPUs is tuned as one rank's share of it. Ctrl-C keeps what is done, and
+`--missing` goes on from there:
+
+    engine autotune --model qwen2.5-7b,qwen2.5-72b --tp 1,2,4,8 --quantization none,fp8 --phase decode,prefill \
+        --tokens 16,512,2048 --missing
 
 A decode GEMV has one configuration for 1 to 8 rows, and in it a second walk for 3 and more (`GemvConfig.wide`; the
 same bits). `--rows 1` or 2 tunes the configuration, and its walk for more rows goes if its sums no longer fit;
@@ -18,6 +22,8 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from engine.config import EngineConfig, preset
@@ -33,8 +39,8 @@ TUNED = {"decode": ("gemv", "decode_attention"), "prefill": ("gemm", "prefill_at
 MIN_GAIN = 0.002  # of the step's time: less is the spread between two timings of one configuration
 
 
-def space(op: str, facts: dict[str, Any], sm_count: int) -> list[Any]:
-    """Candidates for one op and key, some of them made from the present choice."""
+def space(op: str, facts: dict[str, Any], sm_count: int, degree: int) -> list[Any]:
+    """Candidates for one op and key, some of them made from the present choice. degree: TP, of the shard if it is one."""
     if op == "gemv":
         from engine.tune.gemv_space import candidates as gemv_candidates
 
@@ -45,7 +51,10 @@ def space(op: str, facts: dict[str, Any], sm_count: int) -> list[Any]:
 
         shape = facts["t"], facts["n"], facts["k"], facts["weight_dtype"]
         found = gemm_candidates(*shape, sm_count)
-        if facts["epilogue"] == "two_shot_scatter":  # the library cannot send rows to their owners
+        # Row-parallel: the library cannot send rows to their owners (a share on one card adds them itself).
+        if facts["epilogue"] == "two_shot_scatter" or (
+            facts["epilogue"] == "residual" and degree > 1
+        ):
             found = [config for config in found if config.kernel != "cublas"]
         return found
     if op == "prefill_attention":
@@ -62,18 +71,23 @@ def _is_wide(op: str, facts: dict[str, Any]) -> bool:
     return op == "gemv" and facts["rows"] >= WIDE_ROWS
 
 
-def tune(chain: Chain, budget: float, found: dict[str, dict[str, dict]]) -> None:
-    """Tune every op of the chain's graph within `budget` seconds; fills found: {op: {key: cache entry}}."""
+def tune(
+    chain: Chain, budget: float, found: dict[str, dict[str, dict]], missing: bool = False
+) -> None:
+    """Tune every op of the chain's graph within `budget` seconds; fills found: {op: {key: cache entry}}. missing: only
+    what has no valid entry."""
     started = time.monotonic()
     present = chain.time()
     print(f"{chain.deployment}, {chain.layers} layers: {present * 1e6:.1f} us a step", flush=True)
     for op, facts in _work(chain):
+        if missing and not _problem(op, facts):
+            continue
         key = choose.key_string(op, facts)
         wide, entry = _is_wide(op, facts), choose.cached(op, facts)
         if wide and entry is None:
             print(f"  {op} {key}: skipped, it has no entry yet (--rows 1 first)", flush=True)
             continue
-        configs = space(op, facts, choose.sm_count())
+        configs = space(op, facts, choose.sm_count(), chain.deployment.degree)
         if not configs:
             print(f"  {op} {key}: no candidates, the heuristic serves", flush=True)
             continue
@@ -150,7 +164,8 @@ def _tunable(deployment: Deployment) -> list[tuple[str, dict[str, Any], list[Any
     from engine.tune.keys import graph_keys
 
     keys = [(op, facts) for op, facts in graph_keys(deployment) if op in TUNED[deployment.phase]]
-    found = [(op, facts, space(op, facts, choose.sm_count())) for op, facts in keys]
+    sm_count, degree = choose.sm_count(), deployment.degree
+    found = [(op, facts, space(op, facts, sm_count, degree)) for op, facts in keys]
     return [(op, facts, configs) for op, facts, configs in found if configs]
 
 
@@ -184,10 +199,12 @@ def dry_run(deployment: Deployment) -> None:
 
 def _parser() -> Parser:
     parser = Parser(prog="engine autotune", description=__doc__)
-    parser.add_argument("--model", required=True, help="preset such as qwen2.5-72b")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that take part")
+    parser.add_argument(
+        "--model", required=True, help="presets such as qwen2.5-72b, comma-separated"
+    )
+    parser.add_argument("--tp", default="1", help="GPUs that take part, comma-separated")
     parser.add_argument("--shard-of", type=int, help="tune one rank's shapes of this TP degree")
-    parser.add_argument("--quantization", choices=("fp8",))
+    parser.add_argument("--quantization", default="none", help="none, fp8 or both, comma-separated")
     parser.add_argument(
         "--phase", default="decode", help="decode, prefill or both, comma-separated"
     )
@@ -200,37 +217,61 @@ def _parser() -> Parser:
     parser.add_argument("--budget", default="120s", help="time for each deployment, such as 120s")
     parser.add_argument("--dry-run", action="store_true", help="list ops and candidates only")
     parser.add_argument(
+        "--missing", action="store_true", help="only what has no entry, or a stale one"
+    )
+    parser.add_argument(
         "--check", action="store_true", help="report missing or stale entries and stop"
     )
     return parser
 
 
 def _deployments(args: argparse.Namespace) -> list[Deployment]:
-    """What the flags name. EngineError for a model, a phase or a size that there is not."""
-    model = preset(args.model)
-    EngineConfig(
-        model=args.model, tensor_parallel_size=args.tp, load_format="dummy", shard_of=args.shard_of
-    )
-    if args.shard_of and args.shard_of < args.tp:
-        raise EngineError(f"--shard-of {args.shard_of} is below --tp {args.tp}")
-    model.shard(args.shard_of or args.tp)
-    most = model.max_position_embeddings
-    if not 1 <= args.context <= most:
-        raise EngineError(
-            f"--context {args.context} is not 1 to {most}, the positions of {model.name}"
-        )
+    """What the flags name. EngineError for a model, a phase or a size that there is not; of several degrees those that
+    a model cannot have are left out with a line."""
     sizes = _sizes("--rows", args.rows, DECODE_ROWS)
     tokens = _sizes("--tokens", args.tokens, prefill_buckets(LARGEST))
-    rank = (args.model, args.quantization, args.tp, args.shard_of)
+    phases = args.phase.split(",")
+    if not set(phases) <= set(TUNED):
+        raise EngineError(f"--phase {args.phase!r}: choose decode, prefill or decode,prefill")
+    quantizations = args.quantization.split(",")
+    if not set(quantizations) <= {"none", "fp8"}:
+        raise EngineError(f"--quantization {args.quantization!r}: choose none, fp8 or none,fp8")
+    degrees = _degrees(args.tp)
     found: list[Deployment] = []
-    for phase in args.phase.split(","):
-        if phase == "decode":
-            found += [Deployment(*rank, rows, args.context) for rows in sizes]
-        elif phase == "prefill":
-            found += [Deployment(*rank, 1, t, "prefill") for t in tokens]
-        else:
-            raise EngineError(f"--phase {phase!r}: choose decode, prefill or decode,prefill")
+    for model, degree in product(args.model.split(","), degrees):
+        try:
+            _check_split(model, degree, args.shard_of, args.context)
+        except EngineError as error:
+            if len(degrees) == 1:
+                raise
+            print(f"{model} tp={degree}: left out, {error}", file=sys.stderr)
+            continue
+        for name, phase in product(quantizations, phases):
+            rank = (model, None if name == "none" else name, degree, args.shard_of)
+            if phase == "decode":
+                found += [Deployment(*rank, rows, args.context) for rows in sizes]
+            else:
+                found += [Deployment(*rank, 1, t, "prefill") for t in tokens]
     return found
+
+
+def _degrees(text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise EngineError(f"--tp {text!r}: numbers of GPUs, comma-separated, such as 1,2") from None
+
+
+def _check_split(name: str, tp: int, shard_of: int | None, context: int) -> None:
+    """EngineError unless the preset has this split and so many positions."""
+    model = preset(name)
+    EngineConfig(model=name, tensor_parallel_size=tp, load_format="dummy", shard_of=shard_of)
+    if shard_of and shard_of < tp:
+        raise EngineError(f"--shard-of {shard_of} is below --tp {tp}")
+    model.shard(shard_of or tp)
+    most = model.max_position_embeddings
+    if not 1 <= context <= most:
+        raise EngineError(f"--context {context} is not 1 to {most}, the positions of {model.name}")
 
 
 def _sizes(flag: str, text: str, allowed: Sequence[int]) -> list[int]:
@@ -273,13 +314,19 @@ def _main(argv: list[str] | None) -> int:
         raise EngineError(
             "autotune times kernels and needs a CUDA device; --check and --dry-run work without"
         )
+    gpu = torch.cuda.get_device_name(0)
+    choose.set_target(gpu, torch.cuda.get_device_properties(0).multi_processor_count)
     for deployment in deployments:
+        if args.missing and not any(_problem(op, facts) for op, facts, _ in _tunable(deployment)):
+            continue
+        if deployment.tp > torch.cuda.device_count():
+            deployment = replace(deployment, tp=1, shard_of=deployment.degree)
         chain = Chain(deployment)
         found: dict[str, dict[str, dict]] = {}
         try:
-            tune(chain, budget, found)
+            tune(chain, budget, found, args.missing)
         finally:  # first of all: after Ctrl-C there are only seconds
-            save(found, torch.cuda.get_device_name(0))
+            save(found, gpu)
             chain.close()
     return 0
 

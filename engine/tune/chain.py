@@ -45,6 +45,11 @@ class Deployment:
     context: int = 512
     phase: Phase = "decode"
 
+    @property
+    def degree(self) -> int:
+        """TP degree whose shapes a rank has."""
+        return self.shard_of or self.tp
+
     def __str__(self) -> str:
         shard = f" shard of {self.shard_of}" if self.shard_of else ""
         size = f"rows={self.rows}" if self.phase == "decode" else f"tokens={self.context}"
@@ -59,8 +64,7 @@ class Chain:
 
         self.deployment = deployment
         whole = preset(deployment.model)
-        degree = deployment.shard_of or deployment.tp
-        per_layer = (whole.num_parameters // whole.num_layers) // degree
+        per_layer = (whole.num_parameters // whole.num_layers) // deployment.degree
         if deployment.quantization is None:
             per_layer *= 2
         self.layers = layers or min(whole.num_layers, max(4, -(-CHAIN_BYTES // per_layer)))

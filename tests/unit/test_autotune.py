@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,87 @@ def test_nothing_to_tune_is_not_all_tuned(no_cache, capsys, monkeypatch):
     assert "the graph has nothing to tune" in capsys.readouterr().err
 
 
+def one_h200(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA H200")
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+
+
+def test_lists_of_models_and_degrees(no_cache, capsys):
+    """7B has 4 KV heads: no TP 8, which is left out of a list and refused alone."""
+    flags = ["--tp", "2,8", "--quantization", "none,fp8", "--dry-run"]
+    assert autotune.main(["--model", "qwen2.5-7b,qwen2.5-72b", *flags]) == 0
+    out, err = capsys.readouterr()
+    named = [line for line in out.splitlines() if line.startswith("qwen")]
+    assert named == [
+        f"{model} {dtype} tp={tp} decode rows=1"
+        for model, tp in (("qwen2.5-7b", 2), ("qwen2.5-72b", 2), ("qwen2.5-72b", 8))
+        for dtype in ("bf16", "fp8")
+    ]
+    assert err.startswith("qwen2.5-7b tp=8: left out, ") and err.count("\n") == 1
+    for bad, message in (
+        (["--tp", "2,x"], "--tp '2,x'"),
+        (["--quantization", "int4"], "--quantization 'int4'"),
+    ):
+        assert autotune.main(["--model", "qwen2.5-72b", *bad, "--dry-run"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_missing_goes_on_where_a_run_ended(no_cache, monkeypatch):
+    """A degree above the GPUs is tuned as a share on one; what has an entry is left alone, and nothing is built for a
+    deployment that has all."""
+
+    class Counting:
+        def __init__(self, deployment):
+            self.deployment, self.layers = deployment, 4
+            made.append(deployment)
+
+        def time(self):
+            return 1e-3
+
+        def facts(self, op):
+            return [facts for name, facts in graph_keys(self.deployment) if name == op]
+
+        def uses(self, op, facts):
+            return 4
+
+        def try_all(self, op, facts, configs, most_error):
+            tried.append(choose.key_string(op, facts))
+            return [(9e-4, configs[0])]
+
+        def close(self):
+            pass
+
+    made, tried = [], []
+    monkeypatch.setattr(autotune, "Chain", Counting)
+    one_h200(monkeypatch)
+    flags = ["--model", "qwen2.5-72b", "--quantization", "fp8", "--phase", "decode,prefill"]
+    flags += ["--tokens", "512", "--missing"]
+    assert autotune.main([*flags, "--tp", "2"]) == 0
+    whole = len(tried)
+    assert [d.phase for d in made] == ["decode", "prefill"] and whole == len(set(tried))
+    assert all((d.tp, d.shard_of) == (1, 2) for d in made)
+    assert autotune.main([*flags, "--tp", "2"]) == 0
+    assert len(made) == 2 and len(tried) == whole
+    assert autotune.main([*flags, "--tp", "2,4"]) == 0
+    assert [d.shard_of for d in made[2:]] == [4, 4] and not set(tried[:whole]) & set(tried[whole:])
+
+
+@pytest.mark.parametrize("shape", ["o_proj", "qkv"])
+def test_the_library_is_no_candidate_where_rows_go_to_their_owners(shape):
+    """o_proj of a share on one card adds the residual itself; between ranks its rows are sent."""
+    facts = {"t": 512, "n": 8192, "k": 4096, "weight_dtype": torch.bfloat16}
+    for epilogue, degree, library in (
+        ("residual", 1, True), ("residual", 2, False), ("two_shot_scatter", 2, False), ("store", 2, True),
+    ):  # fmt: skip
+        if (epilogue == "store") != (shape == "qkv"):
+            continue
+        found = autotune.space("gemm", {**facts, "epilogue": epilogue}, 132, degree)
+        assert ("cublas" in {config.kernel for config in found}) == library and len(found) > 3
+
+
 def test_ctrl_c_keeps_what_is_done(no_cache, monkeypatch):
     class Interrupted:
         """A chain that is interrupted at its second key."""
@@ -111,8 +193,7 @@ def test_ctrl_c_keeps_what_is_done(no_cache, monkeypatch):
 
     made = []
     monkeypatch.setattr(autotune, "Chain", Interrupted)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "NVIDIA H200")
+    one_h200(monkeypatch)
     assert autotune.main(FP8_7B) == 130
     assert made[0].closed and made[0].tried == [37888]
     choose.set_target("NVIDIA H200", 132)
