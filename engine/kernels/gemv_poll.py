@@ -149,8 +149,12 @@ def poll_tile(
 
 @triton.jit
 def by_thread(v):
-    """v [BLOCK_K] reordered so that `tl.sum` adds in the order that it has for values a kernel loads: thread t sums
-    neighbours, as many as a load of 16-bit values gives it. Those of `poll_tile` are dealt out one by one."""
+    """v [BLOCK_K] of `poll_tile` in the order in which `tl.sum` adds values that a kernel loads.
+
+    A thread sums up to 8 neighbours of those, as its load of 16-bit values brings them; values of a poll are dealt
+    out one by one. What is summed must have gone through arithmetic: Triton takes a tensor that was only reshaped
+    in any order (`allow_reorder`).
+    """
     if INTERPRET:
         return v
     THREADS: tl.constexpr = cuda.num_threads()
