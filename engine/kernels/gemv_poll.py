@@ -25,11 +25,19 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra import cuda
 
 from engine.errors import EngineError
 from engine.kernels.packed import high_half, low_half, spread_words, sum_messages, sum_word
 from engine.kernels.slots import lamport_slots
-from engine.kernels.sync import DEFAULT_LIMIT_US, SENTINEL_16, load16, push16, wait_messages
+from engine.kernels.sync import (
+    DEFAULT_LIMIT_US,
+    INTERPRET,
+    SENTINEL_16,
+    load16,
+    push16,
+    wait_messages,
+)
 from engine.kernels.sync_parts import wait_parts
 
 # Most bytes of all ranks' messages that each program of a GEMV polls. On an H200, messages sent to itself (bench.poll):
@@ -137,6 +145,26 @@ def poll_tile(
         low = low + (tl.where(live, low_half(y[i], x_ptr.dtype.element_ty), 0.0),)
         high = high + (tl.where(live, high_half(y[i], x_ptr.dtype.element_ty), 0.0),)
     return tl.reshape(spread_words(low, high), (BLOCK_K,)).to(x_ptr.dtype.element_ty)
+
+
+@triton.jit
+def by_thread(v):
+    """v [BLOCK_K] of `poll_tile` in the order in which `tl.sum` adds values that a kernel loads.
+
+    A thread sums up to 8 neighbours of those, as its load of 16-bit values brings them; values of a poll are dealt
+    out one by one. What is summed must have gone through arithmetic: Triton takes a tensor that was only reshaped
+    in any order (`allow_reorder`).
+    """
+    if INTERPRET:
+        return v
+    THREADS: tl.constexpr = cuda.num_threads()
+    LENGTH: tl.constexpr = v.shape[0]
+    EACH: tl.constexpr = min(8, LENGTH // THREADS)
+    if EACH < 2:
+        return v
+    else:
+        groups = tl.reshape(v, (LENGTH // (THREADS * EACH), THREADS, EACH))
+        return tl.reshape(tl.permute(groups, (0, 2, 1)), (LENGTH,))
 
 
 @gluon.jit

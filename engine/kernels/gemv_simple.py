@@ -16,7 +16,7 @@ from engine.kernels.gemv_epilogue import (
     store_rope,
     store_silu,
 )
-from engine.kernels.gemv_poll import POLL_SCALARS, poll_tile
+from engine.kernels.gemv_poll import POLL_SCALARS, by_thread, poll_tile
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 
@@ -123,6 +123,7 @@ def gemv_kernel(
             new_sums = new_sums + (tl.fma(weight, x, sums[r]),)
             square = squares[r]
             if norm_ptr is not None and POLL:
+                h = by_thread(h)
                 square = tl.fma(h, h, square)
             elif norm_ptr is not None and R <= 4:
                 square = add_squares(square, x_ptr + r * K, start + k, K)
