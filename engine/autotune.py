@@ -176,8 +176,10 @@ def check(deployment: Deployment) -> int:
     if not keys:
         raise EngineError(f"{deployment}: the graph has nothing to tune")
     problems = [(_problem(op, facts), op, choose.key_string(op, facts)) for op, facts, _ in keys]
+    if deployment.tp > 1 and (stale := choose.stale("all_reduce")):
+        problems.append((stale, "all_reduce", "python -m bench.all_reduce --sections tune"))
     lines = [f"  {problem}: {op} {key}" for problem, op, key in problems if problem]
-    print(f"{deployment}: {len(keys) - len(lines)} of {len(keys)} keys tuned")
+    print(f"{deployment}: {len(problems) - len(lines)} of {len(problems)} keys tuned")
     print("".join(f"{line}\n" for line in lines), end="")
     return len(lines)
 

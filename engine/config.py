@@ -85,7 +85,7 @@ class EngineConfig:
     )
     prefill_activations: str = _option(
         "auto",
-        "what prefill multiplies FP8 weights by, from 64 tokens on: fp8 with one scale a token, or 16bit "
+        "what prefill multiplies FP8 weights by, from 49 tokens on (buckets of 64): fp8 with one scale a token, or 16bit "
         "(slower, nearer to BF16); auto: fp8 on GPUs; decode always has 16-bit activations",
         choices=("auto", "fp8", "16bit"),
     )

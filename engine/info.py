@@ -15,6 +15,7 @@ from typing import Any
 
 import engine
 from engine.console import Parser, run
+from engine.errors import EngineError
 
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2")
 
@@ -96,12 +97,17 @@ def _links() -> Any:
 
 def _caches() -> dict[str, Any]:
     """Tuned kernel configurations in the tree, Triton's compiled kernels, the demo model."""
-    tuned: dict[str, dict[str, int]] = {}
+    from engine.tune import choose
+
+    tuned: dict[str, dict[str, int | str]] = {}
     for file in sorted((Path(engine.__file__).parents[1] / "autotune_cache").glob("*/*.json")):
         try:
-            count = len(json.loads(file.read_text()).get("entries", {}))
-        except (OSError, ValueError, AttributeError):
-            count = -1  # unreadable
+            content = json.loads(file.read_text())
+            count: int | str = len(content["entries"])
+            if content["_metadata"]["source_hash"] != choose.source_hash(file.stem):
+                count = "stale"
+        except (OSError, ValueError, KeyError, TypeError, EngineError):
+            count = "unreadable"
         tuned.setdefault(file.parent.name, {})[file.stem] = count
     default = Path.home() / ".triton" / "cache"
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or default)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.checkpoint.scheme import scheme_of
 from engine.config import PRESETS, EngineConfig, ModelConfig, from_dir, preset
 from engine.errors import EngineError
 from engine.presets import hub_id
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, Path | None]:
-    """(config with `model` made a local directory, the model's shape, that directory or None).
+    """(config with `model` made a local directory and `quantization` that of the checkpoint there, the model's shape,
+    that directory or None).
 
     Raises EngineError for what the shapes alone rule out. Imports neither torch nor a tokenizer.
     """
@@ -38,6 +40,9 @@ def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, Path | Non
         directory = resolve_model(config.model)
         model = from_dir(directory)
         config = replace(config, model=str(directory))
+        if config.load_format != "dummy" and scheme_of(directory):
+            config = replace(config, quantization="fp8")
+    config.fp8_prefill(config.quantization)  # refuses what the weights do not allow
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise EngineError(

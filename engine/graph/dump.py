@@ -77,6 +77,8 @@ def dump_graph(
     tokens: int = 512,
     fp8_prefill: bool = False,
     fp8_kv: bool = False,
+    shard_of: int | None = None,
+    algorithms: tuple[str, ...] = Graph.algorithms,
 ) -> str:
     """The IR of the decode step and of a prefill bucket after each pass, the buffer plan, and the launches
     of the compiled form: layer, stage, launcher, bytes, kernel[grid]xthreads, configuration."""
@@ -93,7 +95,8 @@ def dump_graph(
             before = text
 
         unfused = build(
-            config, phase=phase, rows=count, tp=tp, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv  # type: ignore[arg-type]
+            config, phase=phase, rows=count, tp=tp, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv,  # type: ignore[arg-type]
+            shard_of=shard_of, algorithms=algorithms,
         )  # fmt: skip
         final = run_passes(unfused, observe)
         buffers = plan(final, act_bytes=2)
@@ -104,6 +107,7 @@ def dump_graph(
         if triton.knobs.runtime.interpret:
             out.append("== launches: not shown under TRITON_INTERPRET=1, where kernels are Python")
             continue
-        launches = meta_launches(config, final, quantization, context=DUMP_CONTEXT, degree=tp)
+        degree = shard_of or tp
+        launches = meta_launches(config, final, quantization, context=DUMP_CONTEXT, degree=degree)
         out.append(f"== launches of rank 0 ({len(launches)})\n{format_launches(launches)}")
     return "\n\n".join(out)

@@ -111,6 +111,12 @@ def cached(op: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
     return _state.entries[op].get(key_string(op, key))
 
 
+def stale(op: str) -> str | None:
+    """Why the op's cache file is not used, if there is one and it is not."""
+    path = _path(op)
+    return cache_file.problem(path, metadata(op)) if path.is_file() else None
+
+
 def misses() -> dict[str, int]:
     """Choices since `set_target` that fell through to a heuristic: {"gemm: t=512,...": times}."""
     return dict(_state.misses)

@@ -111,6 +111,20 @@ def test_lists_of_models_and_degrees(no_cache, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_check_names_a_stale_all_reduce_cache(no_cache, capsys):
+    """The tuner does not write it; that it is ignored must show all the same."""
+    entry = {"world=2,nbytes=16384": {"config": {"algorithm": "lamport"}, "us": 2.0}}
+    flags = ["--model", "qwen2.5-72b", "--tp", "2", "--check"]
+    choose.save_entries("all_reduce", "NVIDIA H200", entry, choose.metadata("all_reduce"))
+    autotune.main(flags)
+    assert "all_reduce" not in capsys.readouterr().out
+    old = {**choose.metadata("all_reduce"), "source_hash": "000000000000"}
+    choose.save_entries("all_reduce", "NVIDIA H200", entry, old, replace=True)
+    assert autotune.main(flags) == 1
+    out = capsys.readouterr().out
+    assert "its source_hash is '000000000000'" in out and "bench.all_reduce --sections tune" in out
+
+
 def test_missing_goes_on_where_a_run_ended(no_cache, monkeypatch):
     """A degree above the GPUs is tuned as a share on one; what has an entry is left alone, and nothing is built for a
     deployment that has all."""

@@ -383,9 +383,17 @@ def test_info(capsys):
     assert set(facts["caches"]) == {"autotune", "triton", "demo_model"}
     assert cli.main(["info"]) == 0
     assert "torch" in capsys.readouterr().out
+    tuned = facts["caches"]["autotune"]["nvidia_h200"]  # the caches in the tree fit its kernels
+    assert {"gemv", "gemm", "all_reduce"} <= set(tuned) and "stale" not in tuned.values()
 
 
 def test_dump_graph(directory, capsys):
     assert generate.main(["--model", directory, "--dump-graph", "--tp", "2"]) == 0
     out, _ = capsys.readouterr()
     assert "after" in out and "embedding" in out and "all_reduce" in out
+    assert "flag_publish" not in out
+    assert (
+        generate.main(["--model", directory, "--dump-graph", "--tp", "2", "--all-reduce", "flag"])
+        == 0
+    )
+    assert "flag_publish" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from engine import quantize
 from engine.checkpoint.index import INDEX, open_checkpoint
 from engine.checkpoint.load import load_rank
 from engine.checkpoint.source import CheckpointSource
+from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.quantize import LINEAR, main, quantize_checkpoint, quantize_rows_bf16_scale
+from engine.resolve import resolve
 from engine.weights import Part
 from tests.unit.checkpoint_fixtures import edit_json, save_model, specs_of
 from tests.unit.test_checkpoint_load import assert_round_trip
@@ -208,3 +211,14 @@ def test_source_is_not_changed(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "out")
     for file in copy.iterdir():
         assert (source / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_quantised_checkpoint_counts_as_one_everywhere(pair):
+    """`resolve` is where every command learns what the weights are; what they do not allow is refused before loading."""
+    source, out, _ = pair
+    assert resolve(EngineConfig(model=str(out)))[0].quantization == "fp8"
+    assert resolve(EngineConfig(model=str(source)))[0].quantization is None
+    asked = EngineConfig(model=str(source), prefill_activations="fp8")
+    with pytest.raises(EngineError, match="--prefill-activations fp8 needs FP8 weights"):
+        resolve(asked)
+    resolve(replace(asked, model=str(out)))
