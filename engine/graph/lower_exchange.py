@@ -100,12 +100,14 @@ class ExchangeOps:
 
     def _two_shot_reduce(self, op: Op) -> Launch:
         h, weight = self.tensors[op.outputs[1]], self._in(op, "weight")
+        last, quantize = op.attrs.get("last", False), op.attrs.get("quantize", False)
+        detail = f"+{'quantize' if quantize else 'norm'}{'+last' if last else ''}"
         return self._launch(
             op, two_shot.two_shot_reduce, self._end, self._in(op, "residual"), h, weight,
-            self.rank.status, eps=op.attrs["eps"], fp8=op.attrs.get("quantize", False),
-            request=self.rank.request if op.attrs.get("last") else None,
+            self.rank.status, eps=op.attrs["eps"], fp8=quantize,
+            request=self.rank.request if last else None,
             call_site=op.attrs["site"],
-            detail="+quantize" if op.attrs.get("quantize") else "+norm",
+            detail=detail,
         )  # fmt: skip
 
     def _two_shot_gather(self, op: Op) -> Launch:
