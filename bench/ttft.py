@@ -88,11 +88,12 @@ def measure(
 ) -> list[tuple[int, float, float]]:
     """(prompt length, median TTFT ms, floor ms) of one deployment; writes its rows."""
     lengths = lengths_of(args.input_lens)
-    engine = parse(text, max_num_seqs=1, max_model_len=max(*lengths, WAITS_LEN) + 64,
+    longest = max(*lengths, WAITS_LEN) + 64
+    engine = parse(text, max_num_seqs=1, max_model_len=longest,
                    prefill_activations=args.prefill_activations, all_reduce=args.all_reduce)  # fmt: skip
     config, degree = preset(text.split(":")[0]), engine.shard_of or engine.tensor_parallel_size
     executor = create_executor(engine, config)
-    fp8, buckets = engine.fp8_prefill(engine.quantization), prefill_buckets(engine.max_model_len)
+    fp8, buckets = engine.fp8_prefill(engine.quantization), prefill_buckets(longest)
     forced = "" if args.all_reduce == "auto" else f", {args.all_reduce}"
 
     def named(length: int) -> dict[str, Any]:
