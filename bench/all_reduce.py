@@ -1,16 +1,15 @@
 """All-reduce on the card: links, bits, latency by size, the bounded spin.
 
-Needs one CUDA device (virtual ranks only) or two and more. Every spin ends after 2 s. Sections, in
-order, each skipped with a line once --time-limit is spent:
-  links        the probe's matrix
+Needs one CUDA device (virtual ranks only) or two and more. Every spin ends after 2 s. First the probe's matrix of
+links, then the sections, in order, each skipped with a line once --time-limit is spent:
   correctness  checked all-reduces under random delays: wrong elements, equality of all ranks' bits
   latency      us a call in a CUDA graph per form and size, against a copy kernel (the launch floor), and
                the share of the links. two_shot is all four launches, two_shot_behind_gemm the three behind a GEMM
                that has scattered; _norm and _norm_fp8 as the engine launches it
+  tune         the best algorithm of each size to autotune_cache/ (only if named; one rank a device)
   expiry       a rank that never pushes: the status, then recovery; the host's interrupt
   virtual      every algorithm with 2, 4 and 8 ranks on ONE device, in lockstep on its stream, 1 KB to
                1 MB (--virtual: this section alone)
-  tune         the best algorithm of each size to autotune_cache/ (only if named; one rank a device)
   baselines    NCCL and torch symm_mem in one process a device (--baselines)
 Rows go to $OUT/all_reduce.json (bench/rows.py), a table to the terminal. Exit 1 if a check failed.
 The long run is bench/all_reduce_soak.py.
@@ -26,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import date
 from typing import Any
 
@@ -45,6 +45,7 @@ TUNED_FORMS = {
     "two_shot": "two_shot_behind_gemm_norm",
     "flag": "flag_split",
 }
+SECTIONS = ("correctness", "latency", "tune", "expiry", "virtual")
 CHECKED_BYTES = {"two_shot": 1 << 18}  # 16 rows, so that every rank owns some; else 16 KB
 
 
@@ -258,22 +259,32 @@ def baselines(bench: Bench, seconds: float) -> None:
         bench.say("baselines: nothing measured: " + errors.strip()[-600:])
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], epilog="engine bench allreduce --predict needs no GPU"
     )
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds (default 120)")
     parser.add_argument("--calls", type=int, default=100_000, help="checked all-reduces")
     parser.add_argument("--baselines", action="store_true", help="also NCCL and torch symm_mem")
+    every = ",".join(name for name in SECTIONS if name != "tune")
     parser.add_argument(
-        "--sections", default="correctness,latency,expiry,virtual", help="comma-separated"
+        "--sections",
+        default=every,
+        help=f"of {', '.join(SECTIONS)}, comma-separated (default: {every})",
     )
     parser.add_argument("--virtual", action="store_true", help="the section virtual alone")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    sections = ["virtual"] if options.virtual else options.sections.split(",")
+    unknown = [name for name in sections if name not in SECTIONS]
+    if unknown:
+        print(
+            f"error: --sections: no section {unknown[0]!r}; there are {', '.join(SECTIONS)}",
+            file=sys.stderr,
+        )
+        return 2
     if not torch.cuda.is_available():
         print("bench.all_reduce needs a CUDA device; here is none")
         return 1
-    sections = ["virtual"] if options.virtual else options.sections.split(",")
     matrix = probe_links()  # reaches every peer
     bench = Bench(options.time_limit)
     bench.say(describe(matrix))

@@ -9,10 +9,13 @@ the others add the tail's launches).
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 
-from bench.deployment import each, facts, parse, parser
+from bench.deployment import each, facts, parse, parser, script
 from bench.latency import decode_ahead
 from bench.rows import Rows
 from engine.config import preset
@@ -68,15 +71,18 @@ def measure(rows: Rows, text: str, steps: int, iters: int) -> None:
         executor.close()
 
 
-def main() -> None:
-    """Deployments as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
-    options = parser(__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment."""
+    options = parser("batch", __doc__)
     options.add_argument("--steps", type=int, default=64, help="decode steps of a timing")
     options.add_argument("--iters", type=int, default=3)
-    args = options.parse_args()
-    rows = Rows("batch")
-    each(args.deployments, lambda text: measure(rows, text, args.steps, args.iters))
+
+    def body(args: argparse.Namespace) -> int:
+        rows = Rows("batch")
+        return each(args.deployments, lambda text: measure(rows, text, args.steps, args.iters))
+
+    return script(options, body, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,38 +3,101 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, preset
+from engine.console import Parser, run
+from engine.errors import EngineError
+
+FORM = "MODEL:QUANTIZATION:TP[:SHARD_OF], such as qwen2.5-7b:none:1 or qwen2.5-72b:fp8:2:8"
+QUANTIZATIONS = ("none", "fp8")
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Of a script that measures one deployment after the other."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument(
-        "deployments", nargs="+", help="such as qwen2.5-7b:none:1 qwen2.5-72b:fp8:2:8"
-    )
+def parser(name: str, doc: str | None) -> Parser:
+    """Of the script bench/NAME.py, which measures one deployment after the other."""
+    made = Parser(prog=f"python -m bench.{name}", description=doc)
+    made.add_argument("deployments", nargs="+", help=FORM)
     return made
 
 
-def each(deployments: Iterable[str], measure: Callable[[str], object]) -> None:
-    """Measure every one; a broken deployment is a line, and must not cost the card time of the others."""
+def script(
+    options: Parser, body: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None,
+    check: Callable[[argparse.Namespace], object] = lambda args: None,
+) -> int:  # fmt: skip
+    """Exit code of `body`, as engine.console has them. First of all, before any GPU work, every deployment is parsed,
+    `check` raises EngineError for other arguments that cannot work, and a CUDA device is asked for: else 2."""
+
+    def checked() -> int:
+        args = options.parse_args(argv)
+        for text in args.deployments:
+            _fits(text)
+        check(args)
+        import torch
+
+        if not torch.cuda.is_available():
+            name = options.prog.removeprefix("python -m ")
+            raise EngineError(f"{name} needs a CUDA device; here is none")
+        return body(args)
+
+    return run(checked)
+
+
+def each(deployments: Iterable[str], measure: Callable[[str], object]) -> int:
+    """Measure every one; a broken deployment is a line, and must not cost the card time of the others. Returns the
+    exit code: 1 if any was broken."""
+    code = 0
     for text in deployments:
         try:
             measure(text)
         except Exception as e:
             print(f"{text}: {type(e).__name__}: {e}"[:2000], flush=True)
+            code = 1
+    return code
 
 
 def parse(text: str, **options: Any) -> EngineConfig:
-    """ "qwen2.5-72b:fp8:2:8" or "qwen2.5-7b:none:1"; options: further fields of EngineConfig."""
-    model, quantization, tp, *shard = text.split(":")
-    return EngineConfig(
-        model=model, tensor_parallel_size=int(tp), load_format="dummy", device="cuda",
-        quantization=None if quantization == "none" else quantization,
-        shard_of=int(shard[0]) if shard else None, **options,
-    )  # fmt: skip
+    """ "qwen2.5-72b:fp8:2:8" or "qwen2.5-7b:none:1"; options: further fields of EngineConfig. EngineError if the text has
+    another form, or names a preset, a quantization or a number of GPUs that there is not."""
+
+    wrong = partial(_wrong, text)
+    parts = text.split(":")
+    if not 3 <= len(parts) <= 4:
+        raise wrong(f"it has {len(parts)} field(s), not 3 or 4")
+    model, quantization, *degrees = parts
+    if quantization not in QUANTIZATIONS:
+        raise wrong(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    try:
+        tp, *shard = (int(part) for part in degrees)
+    except ValueError:
+        raise wrong(f"{':'.join(degrees)!r}: not a whole number of GPUs") from None
+    try:
+        preset(model)
+        made = EngineConfig(
+            model=model, tensor_parallel_size=tp, load_format="dummy", device="cuda",
+            quantization=None if quantization == "none" else quantization,
+            shard_of=shard[0] if shard else None,
+        )  # fmt: skip
+    except EngineError as e:
+        raise wrong(e) from None
+    if made.shard_of and made.shard_of < tp:
+        raise wrong(f"SHARD_OF {made.shard_of} is below TP {tp}")
+    return replace(made, **options)
+
+
+def _fits(text: str) -> None:
+    """EngineError for a wrong text and for a split that the preset cannot have."""
+    made = parse(text)
+    try:
+        preset(text.split(":")[0]).shard(made.shard_of or made.tensor_parallel_size)
+    except EngineError as e:
+        raise _wrong(text, e) from None
+
+
+def _wrong(text: str, problem: object) -> EngineError:
+    return EngineError(f"deployment {text!r}: {problem}; the form is {FORM}")
 
 
 def facts(engine: EngineConfig) -> dict[str, Any]:

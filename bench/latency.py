@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 
-from bench.deployment import each, facts, parse, parser
+from bench.deployment import each, facts, parse, parser, script
 from bench.rows import Rows
 from engine.config import preset
 from engine.roof import roof_share
@@ -47,10 +49,13 @@ def measure(rows: Rows, args: argparse.Namespace, text: str) -> None:
     config = parse(text, max_num_seqs=1, max_model_len=args.max_model_len)
     executor = create_executor(config, preset(text.split(":")[0]))
     startup = time.perf_counter() - begin
-    stats = executor.stats()
     named = dict(facts(config), context=args.input_len)
     ids = [(i * 7919 + 13) % 150000 for i in range(args.input_len)]
-    runs = [generate(executor, ids, args.output_len) for _ in range(args.iters + 1)][1:]
+    try:
+        stats = executor.stats()
+        runs = [generate(executor, ids, args.output_len) for _ in range(args.iters + 1)][1:]
+    finally:
+        executor.close()
     same = all(run[0] == runs[0][0] for run in runs)
     tpot = statistics.median(run[2] for run in runs)
     ttft = statistics.median(run[1] for run in runs)
@@ -65,20 +70,22 @@ def measure(rows: Rows, args: argparse.Namespace, text: str) -> None:
         f"{min(r[1] for r in runs) * 1e3:.2f}",
         flush=True,
     )
-    executor.close()
 
 
-def main() -> None:
-    """Measure each of the deployments given as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
-    options = parser(__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment."""
+    options = parser("latency", __doc__)
     options.add_argument("--input-len", type=int, default=512)
     options.add_argument("--output-len", type=int, default=256)
     options.add_argument("--max-model-len", type=int, default=2048)
     options.add_argument("--iters", type=int, default=5)
-    args = options.parse_args()
-    rows = Rows("latency")
-    each(args.deployments, lambda text: measure(rows, args, text))
+
+    def body(args: argparse.Namespace) -> int:
+        rows = Rows("latency")
+        return each(args.deployments, lambda text: measure(rows, args, text))
+
+    return script(options, body, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

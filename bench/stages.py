@@ -9,9 +9,12 @@ step is overlap won (negative) or waiting that belongs to no stage.
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.deployment import parse, parser
+from bench.deployment import each, parse, parser, script
 from bench.rows import Rows
 from engine.kernels import gemv_poll
 from engine.model import GPUS
@@ -20,9 +23,12 @@ from engine.profiling.subtract import added_by_stage
 from engine.tune.chain import Chain, Deployment
 
 
-def measure(rows: Rows, deployment: Deployment, layers: int | None) -> None:
+def measure(rows: Rows, args: argparse.Namespace, text: str) -> None:
     """Rows `stage_added_us` per call of each stage, and the table."""
-    chain = Chain(deployment, layers)
+    engine = parse(text)
+    deployment = Deployment(text.split(":")[0], engine.quantization, engine.tensor_parallel_size,
+                            engine.shard_of, args.rows, args.context)  # fmt: skip
+    chain = Chain(deployment, args.layers)
     try:
         program = chain.executor.lower(chain.graph)
         whole = chain.device.step_s(program)
@@ -52,23 +58,22 @@ def measure(rows: Rows, deployment: Deployment, layers: int | None) -> None:
         chain.close()
 
 
-def main() -> None:
-    """Deployments as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
-    options = parser(__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment."""
+    options = parser("stages", __doc__)
     options.add_argument("--rows", type=int, default=1)
     options.add_argument("--context", type=int, default=512)
     options.add_argument("--layers", type=int, help="default: 2 GiB worth of weights")
     options.add_argument("--poll-bytes", type=int, default=gemv_poll.MOST_BYTES,
                         help="messages up to here are polled by the next GEMV (0: by a launch)")  # fmt: skip
-    args = options.parse_args()
-    gemv_poll.MOST_BYTES = args.poll_bytes
-    rows = Rows("stages")
-    for text in args.deployments:
-        engine = parse(text)
-        deployment = Deployment(text.split(":")[0], engine.quantization, engine.tensor_parallel_size,
-                                engine.shard_of, args.rows, args.context)  # fmt: skip
-        measure(rows, deployment, args.layers)
+
+    def body(args: argparse.Namespace) -> int:
+        gemv_poll.MOST_BYTES = args.poll_bytes
+        rows = Rows("stages")
+        return each(args.deployments, lambda text: measure(rows, args, text))
+
+    return script(options, body, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

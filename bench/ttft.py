@@ -9,20 +9,28 @@ synchronisations are counted in a CUPTI trace (torch.profiler) of a request of 5
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from bench.deployment import each, facts, parse, parser
+from bench.deployment import each, facts, parse, parser, script
 from bench.latency import generate
 from bench.rows import Rows
 from engine.config import preset
+from engine.console import check_output
+from engine.errors import EngineError
+from engine.graph.passes.quantize_prefill import FP8_MIN_TOKENS
 from engine.profiling.plots import pyplot
 from engine.runtime import create_executor
 from engine.runtime.bandwidth import event_seconds
+from engine.runtime.buckets import chunks, prefill_buckets
 
+WAITS_LEN = 512  # tokens of the request whose host synchronisations are counted
 SQUARE = 8192  # of the matrix product that measures the rate
 WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
          "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"}  # fmt: skip
@@ -55,37 +63,64 @@ def host_waits(executor, ids: list[int], tokens: int) -> dict[str, int]:
     return found
 
 
-def measure(rows: Rows, args, text: str, rate: float) -> list[tuple[int, float, float]]:
+def lengths_of(text: str) -> list[int]:
+    """Of --input-lens. EngineError for anything but prompt lengths."""
+    try:
+        lengths = [int(n) for n in text.split(",")]
+    except ValueError:
+        lengths = [0]
+    if min(lengths) < 1:
+        raise EngineError(
+            f"--input-lens {text!r}: prompt lengths in tokens, comma-separated, such as 16,512"
+        )
+    return lengths
+
+
+def activations(length: int, buckets: Sequence[int], fp8: bool) -> str:
+    """What multiplies the weights in a prompt's largest bucket: "fp8" from FP8_MIN_TOKENS on, if the engine has
+    FP8 prefill, else "16bit"."""
+    largest = max(bucket for _, _, bucket in chunks(length, buckets))
+    return "fp8" if fp8 and largest >= FP8_MIN_TOKENS else "16bit"
+
+
+def measure(
+    rows: Rows, args: argparse.Namespace, text: str, rate: float
+) -> list[tuple[int, float, float]]:
     """(prompt length, median TTFT ms, floor ms) of one deployment; writes its rows."""
-    lengths = [int(n) for n in args.input_lens.split(",")]
-    engine = parse(text, max_num_seqs=1, max_model_len=max(lengths) + 64,
+    lengths = lengths_of(args.input_lens)
+    longest = max(*lengths, WAITS_LEN) + 64
+    engine = parse(text, max_num_seqs=1, max_model_len=longest,
                    prefill_activations=args.prefill_activations, all_reduce=args.all_reduce)  # fmt: skip
     config, degree = preset(text.split(":")[0]), engine.shard_of or engine.tensor_parallel_size
     executor = create_executor(engine, config)
-    activations = "fp8" if engine.fp8_prefill(engine.quantization) else "16bit"
+    fp8, buckets = engine.fp8_prefill(engine.quantization), prefill_buckets(longest)
     forced = "" if args.all_reduce == "auto" else f", {args.all_reduce}"
-    named = dict(facts(engine), algorithm=f"{activations} activations{forced}")
+
+    def named(length: int) -> dict[str, Any]:
+        algorithm = f"{activations(length, buckets, fp8)} activations{forced}"
+        return dict(facts(engine), context=length, algorithm=algorithm)
+
     points = []
     try:
         _, _, step = generate(executor, list(range(16)), 33)
-        print(f"{text} {activations}{forced}: decode step {step * 1e3:.2f} ms", flush=True)
+        print(f"{text}{forced}: decode step {step * 1e3:.2f} ms", flush=True)
         for length in lengths:
             ids = [(i * 7919 + 13) % 150000 for i in range(length)]
             took = [generate(executor, ids, 2)[1] * 1e3 for _ in range(args.iters + 2)][2:]
             floor = 2e3 * config.num_parameters * length / (degree * rate)
             took.sort()
             p50, p90 = statistics.median(took), took[int(0.9 * (len(took) - 1))]
-            rows.add("ttft_p50_ms", p50, "ms", context=length, share=floor / p50, **named)
-            rows.add("ttft_p90_ms", p90, "ms", context=length, **named)
-            rows.add("ttft_min_ms", took[0], "ms", context=length, **named)
-            print(f"  {length:6} tokens: TTFT p50 {p50:8.2f} p90 {p90:8.2f} min {took[0]:8.2f} ms; "
+            rows.add("ttft_p50_ms", p50, "ms", share=floor / p50, **named(length))
+            rows.add("ttft_p90_ms", p90, "ms", **named(length))
+            rows.add("ttft_min_ms", took[0], "ms", **named(length))
+            print(f"  {length:6} tokens, {activations(length, buckets, fp8)}: TTFT p50 {p50:8.2f} p90 {p90:8.2f} min {took[0]:8.2f} ms; "
                   f"floor {floor:8.2f} ms, ratio {p50 / floor:.2f}; {p50 / 1e3 / step:.2f} decode steps",
                   flush=True)  # fmt: skip
             points.append((length, p50, floor))
-        waits = host_waits(executor, [(i * 31 + 7) % 150000 for i in range(512)], 17)
+        waits = host_waits(executor, [(i * 31 + 7) % 150000 for i in range(WAITS_LEN)], 17)
         counters = executor.stats()["counters"]
-        rows.add("host_waits", sum(waits.values()), "calls", context=512, **named)
-        print(f"  blocking CUDA calls of a request (512 + 17 tokens), CUPTI: {waits or 'none'}; "
+        rows.add("host_waits", sum(waits.values()), "calls", **named(WAITS_LEN))
+        print(f"  blocking CUDA calls of a request ({WAITS_LEN} + 17 tokens), CUPTI: {waits or 'none'}; "
               f"own counters {counters}", flush=True)  # fmt: skip
     finally:
         executor.close()
@@ -109,15 +144,30 @@ def draw(curves: dict[str, Sequence[tuple[int, float, float]]], path: str) -> No
     plt.close(figure)
 
 
-def main() -> None:
-    """Deployments as MODEL:QUANTIZATION:TP[:SHARD_OF]."""
-    options = parser(__doc__)
+def check(args: argparse.Namespace) -> None:
+    """EngineError for arguments that cannot work."""
+    lengths_of(args.input_lens)
+    for text in args.deployments:
+        engine = parse(text, prefill_activations=args.prefill_activations)
+        engine.fp8_prefill(engine.quantization)
+    if args.png:
+        pyplot("--png")
+        check_output("--png", args.png)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment."""
+    options = parser("ttft", __doc__)
     options.add_argument("--input-lens", default="16,64,128,512,2048,8192")
     options.add_argument("--iters", type=int, default=10)
     options.add_argument("--prefill-activations", choices=("auto", "16bit", "fp8"), default="auto")
     options.add_argument("--all-reduce", choices=("auto", "lamport", "two_shot"), default="auto")
     options.add_argument("--png", help="plot (needs matplotlib)")
-    args = options.parse_args()
+    return script(options, measure_all, argv, check)
+
+
+def measure_all(args: argparse.Namespace) -> int:
+    """Every deployment, and the plot; the exit code."""
     rows, rate = Rows("ttft"), matrix_rate()
     print(f"matrix rate {rate / 1e12:.0f} TFLOP/s (cuBLAS BF16, {SQUARE}^3)")
     curves: dict[str, list[tuple[int, float, float]]] = {}
@@ -129,10 +179,11 @@ def main() -> None:
         finally:
             print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
 
-    each(args.deployments, curve)
+    code = each(args.deployments, curve)
     if args.png and curves:
         draw(curves, args.png)
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -206,10 +206,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--tp", default="1", help="GPUs that take part, comma-separated")
     parser.add_argument("--shard-of", type=int, help="tune one rank's shapes of this TP degree")
-    parser.add_argument("--quantization", default="none", help="none, fp8 or both, comma-separated")
-    parser.add_argument(
-        "--phase", default="decode", help="decode, prefill or both, comma-separated"
-    )
+    parser.add_argument("--quantization", default="none", help="none, fp8 or none,fp8")
+    parser.add_argument("--phase", default="decode", help="decode, prefill or both")
     parser.add_argument(
         "--rows", default="1",
         help=f"decode rows to tune at, comma-separated; {WIDE_ROWS} and more: only the GEMVs' walk for so many",
@@ -232,9 +230,9 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
     a model cannot have are left out with a line."""
     sizes = _sizes("--rows", args.rows, DECODE_ROWS)
     tokens = _sizes("--tokens", args.tokens, prefill_buckets(LARGEST))
-    phases = args.phase.split(",")
+    phases = list(TUNED) if args.phase == "both" else args.phase.split(",")
     if not set(phases) <= set(TUNED):
-        raise EngineError(f"--phase {args.phase!r}: choose decode, prefill or decode,prefill")
+        raise EngineError(f"--phase {args.phase!r}: choose decode, prefill or both")
     quantizations = args.quantization.split(",")
     if not set(quantizations) <= {"none", "fp8"}:
         raise EngineError(f"--quantization {args.quantization!r}: choose none, fp8 or none,fp8")

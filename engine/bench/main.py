@@ -42,6 +42,11 @@ def _dispatch(name: str, rest: list[str]) -> int:
         from engine.bench.rows import load
         from engine.model.exchange import prediction_table
 
+        p = Parser(
+            prog=f"python -m engine.bench {name}", description="What an all-reduce should take."
+        )
+        p.add_argument("--predict", action="store_true", help="alone; needs no GPU")
+        p.parse_args(rest)
         print(prediction_table(load()))
         return 0
     if name in SCRIPTS:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import all_reduce_soak
-from bench.all_reduce import TUNED_FORMS, best_entry, tuned_configs
+from bench.all_reduce import SECTIONS, TUNED_FORMS, best_entry, main, tuned_configs
 from bench.all_reduce_forms import FORMS, TIMED_FORMS
 from bench.all_reduce_group import Group
 from bench.all_reduce_latency import SHARE_BYTES, SIZES, link_rate, table
@@ -185,3 +185,15 @@ def test_best_of_a_sweep_is_what_the_engine_chooses(tmp_path):
         assert chosen(64 << 20) == "two_shot" and chosen(64) == "lamport"
     finally:
         choose.set_target("NVIDIA H200", 132)
+
+
+def test_sections_are_named_and_checked(capsys):
+    for wrong in ("nonsense", "latency,tunes", ""):
+        assert main(["--sections", wrong]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.count("\n") == 1
+        assert repr(wrong.split(",")[-1]) in err and ", ".join(SECTIONS) in err
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and all(name in said for name in SECTIONS) and "tune" in SECTIONS

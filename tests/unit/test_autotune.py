@@ -45,11 +45,18 @@ def test_check_counts_what_is_missing(no_cache, capsys):
 
 
 def test_errors_are_one_line(no_cache, capsys):
-    assert autotune.main(["--model", "qwen2.5-7b", "--phase", "both"]) == 2
-    assert "choose decode, prefill or decode,prefill" in capsys.readouterr().err
+    assert autotune.main(["--model", "qwen2.5-7b", "--phase", "half"]) == 2
+    assert "choose decode, prefill or both" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert autotune.main(FP8_7B) == 2
         assert "--check and --dry-run work without" in capsys.readouterr().err
+
+
+def test_both_phases(no_cache, capsys):
+    assert autotune.main([*FP8_7B, "--phase", "both", "--dry-run"]) == 0
+    both = capsys.readouterr().out
+    assert autotune.main([*FP8_7B, "--phase", "decode,prefill", "--dry-run"]) == 0
+    assert both == capsys.readouterr().out and "gemv n=" in both and "gemm t=512" in both
 
 
 @pytest.mark.parametrize("mode", ["--check", "--dry-run"])

@@ -308,6 +308,14 @@ def test_help_of_a_script_is_its_help_alone(capfd):
     assert "rows go to" not in err
 
 
+def test_the_prediction_takes_no_other_arguments(capsys):
+    assert main(["allreduce", "--predict"]) == 0
+    assert "prediction" in capsys.readouterr().out
+    assert main(["allreduce", "--predict", "--nonsense"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and "--nonsense" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["gemm", "argmax", "poll", "attention", "gemv", "put_signal"])
 def test_scripts_without_a_gpu_say_so(name, capsys, monkeypatch):
     import importlib
