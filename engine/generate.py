@@ -113,14 +113,14 @@ def _main(args: argparse.Namespace) -> int:
 
         config, model, _ = resolve(config)
         from engine.graph import dump_graph
-        from engine.graph.ir import Graph
+        from engine.graph.ir import allowed_algorithms
 
         fp8 = config.fp8_prefill(config.quantization, cuda=config.device != "cpu")
         print(
             dump_graph(
                 model, config.tensor_parallel_size, config.quantization, fp8_prefill=fp8,
                 fp8_kv=config.fp8_kv, shard_of=config.shard_of,
-                algorithms=(Graph.algorithms if config.all_reduce == "auto" else (config.all_reduce,)),
+                algorithms=allowed_algorithms(config.all_reduce),
             )
         )  # fmt: skip
         return 0

@@ -120,6 +120,7 @@ def _measured(
 def _predicted(
     config: EngineConfig, model: ModelConfig, wanted: Any, gpu: str
 ) -> tuple[list[PhaseProfile], dict[str, Any]]:
+    from engine.graph.ir import allowed_algorithms
     from engine.model import gpu_named, predict
     from engine.profiling.report import from_prediction
     from engine.runtime.buckets import chunks, prefill_buckets
@@ -133,7 +134,7 @@ def _predicted(
             model, config.tensor_parallel_size, phase=phase, quantization=config.quantization,
             rows=wanted.rows if decode else rows, context=context, gpu=gpu_named(gpu),
             shard_of=config.shard_of, fp8_prefill=config.fp8_prefill(config.quantization),
-            fp8_kv=config.fp8_kv,
+            fp8_kv=config.fp8_kv, algorithms=allowed_algorithms(config.all_reduce),
         )  # fmt: skip
         profiles.append(from_prediction(p, context))
         source = p.constants.source

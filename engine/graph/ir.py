@@ -197,3 +197,8 @@ def state(
 ) -> Value:
     """A value that lives across steps."""
     return Value(name, shape, dtype, sharding, "state")
+
+
+def allowed_algorithms(all_reduce: str) -> tuple[str, ...]:
+    """`Graph.algorithms` under --all-reduce, where no links have been probed."""
+    return Graph.algorithms if all_reduce == "auto" else (all_reduce,)

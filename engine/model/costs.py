@@ -123,11 +123,11 @@ def add_up(costs: Iterable[Cost]) -> Cost:
 @lru_cache(maxsize=64)
 def _short(
     config: ModelConfig, phase: Phase, rows: int, tp: int, shard_of: int | None, fp8_prefill: bool,
-    fp8_kv: bool,
+    fp8_kv: bool, algorithms: tuple[str, ...],
 ) -> Graph:  # fmt: skip
     unfused = build(
         with_layers(config, min(3, config.num_layers)), phase=phase, rows=rows, tp=tp,
-        shard_of=shard_of, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv,
+        shard_of=shard_of, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv, algorithms=algorithms,
     )  # fmt: skip
     return run_passes(unfused)
 
@@ -135,14 +135,15 @@ def _short(
 def op_costs(
     config: ModelConfig, tp: int, *, phase: Phase, rows: int, context: int, fp8: bool,
     shard_of: int | None = None, fp8_prefill: bool = False, fp8_kv: bool = False,
+    algorithms: tuple[str, ...] = Graph.algorithms,
 ) -> list[tuple[str, int, Cost]]:  # fmt: skip
     """(stage, times a step runs it, cost of one) of each op. fp8_prefill: --prefill-activations fp8; fp8_kv:
-    --kv-cache-dtype fp8. Raises EngineError for an impossible TP degree.
+    --kv-cache-dtype fp8; algorithms: see graph/build.py. Raises EngineError for an impossible TP degree.
 
     Three layers are compiled, and the second counted for all between the first and the last. In decode only the
     first differs from it (its qkv GEMV awaits no all-reduce), in prefill only the last (one row behind its attention).
     """
-    graph = _short(config, phase, rows, tp, shard_of, fp8_prefill, fp8_kv)
+    graph = _short(config, phase, rows, tp, shard_of, fp8_prefill, fp8_kv, algorithms)
     between = max(1, config.num_layers - 2)
     return [
         (op.stage, between if op.layer == 1 else 1, op_cost(op, graph, fp8, context))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config import ModelConfig
-from engine.graph.ir import Phase
+from engine.graph.ir import Graph, Phase
 from engine.model.calibrate import Constants, constants_for
 from engine.model.costs import Cost, op_costs
 from engine.model.gpus import GPUS, Gpu
@@ -85,20 +85,21 @@ def predict(
     shard_of: int | None = None,
     fp8_prefill: bool = False,
     fp8_kv: bool = False,
+    algorithms: tuple[str, ...] = Graph.algorithms,
 ) -> Prediction:
     """Predicted step: `rows` sequences with `context` tokens in the KV (decode, default 512), or `rows` prompt
     tokens behind `context` earlier ones (prefill, default 0).
 
     shard_of: the ranks hold the shard of this degree while `tp` of them exchange. fp8_prefill: prefill multiplies
-    FP8 by FP8 where the graph does. fp8_kv: --kv-cache-dtype fp8. constants None: calibrated
-    from bench/results where there are rows of this GPU. Raises EngineError for an impossible TP degree.
+    FP8 by FP8 where the graph does. fp8_kv: --kv-cache-dtype fp8. algorithms: see graph/build.py. constants None:
+    calibrated from bench/results where there are rows of this GPU. Raises EngineError for an impossible TP degree.
     """
     known = constants or constants_for(gpu, quantization)
     context = context if context is not None else 512 if phase == "decode" else 0
     found: dict[str, StagePrediction] = {}
     ops = op_costs(
         config, tp, phase=phase, rows=rows, context=context, fp8=quantization == "fp8",
-        shard_of=shard_of, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv,
+        shard_of=shard_of, fp8_prefill=fp8_prefill, fp8_kv=fp8_kv, algorithms=algorithms,
     )  # fmt: skip
     for name, count, cost in ops:
         us = count * known.op_us(cost, gpu)

@@ -167,6 +167,21 @@ def test_fp8_activations_are_held_against_the_fp8_peak():
     assert 0.5 * slow < fast < 0.7 * slow, "the linears are nearly all of a prefill of 2048 tokens"
 
 
+def test_a_forced_all_reduce_is_predicted_as_forced():
+    """72B at TP=2, 2048 tokens: one-shot exposes a whole message (70 us), two-shot a half, in FP8 a quarter; each
+    exchange has its waits and launches (20 to 30 us) beside that."""
+
+    def exchange(algorithms, fp8_prefill=False):
+        step = predict(
+            BIG, 2, quantization="fp8", constants=PRIOR["fp8"], phase="prefill", rows=2048,
+            fp8_prefill=fp8_prefill, algorithms=algorithms,
+        )  # fmt: skip
+        return next(s for s in step.stages if s.stage == "all_reduce").us
+
+    one_shot, two_shot = (exchange((name,)) for name in ("lamport", "two_shot"))
+    assert one_shot > 1.4 * two_shot and two_shot > 1.25 * exchange(("two_shot",), True)
+
+
 def test_predictions_move_the_right_way():
     base = predict(BIG, 2, quantization="fp8", constants=PRIOR["fp8"])
     assert sum(s.us for s in base.stages) == base.total_us and 0.5 < base.share < 1
