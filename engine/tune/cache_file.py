@@ -45,17 +45,14 @@ def load(path: Path, expected: dict[str, Any]) -> dict[str, dict]:
     if not path.is_file():
         return {}
     content = _read(path)
-    if content is None:
-        return {}
-    why = mismatch(content["_metadata"], expected)
-    if why:
+    why = _misfit(content, expected)
+    if content is not None and why:
         # The collective's thresholds need two GPUs and a bench of their own.
         renew = (
             "engine.autotune" if path.stem != "all_reduce" else "bench.all_reduce --sections tune"
         )
         log.warning("%s is ignored: %s; run `python -m %s` to renew it", path, why, renew)
-        return {}
-    return content["entries"]
+    return {} if content is None or why else content["entries"]
 
 
 def save(
@@ -68,9 +65,11 @@ def save(
     """
     merged: dict[str, dict] = {}
     if path.is_file() and not replace:
-        if why := problem(path, meta):
+        content = _read(path)
+        if why := _misfit(content, meta):
             raise EngineError(f"{path} will not be overwritten: {why}; move it away")
-        merged.update(json.loads(path.read_text())["entries"])
+        assert content is not None
+        merged.update(content["entries"])
     merged.update(entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
@@ -87,7 +86,10 @@ def save(
 
 def problem(path: Path, expected: dict[str, Any]) -> str | None:
     """Why the file's entries do not serve, or None."""
-    content = _read(path)
+    return _misfit(_read(path), expected)
+
+
+def _misfit(content: dict[str, Any] | None, expected: dict[str, Any]) -> str | None:
     return "it cannot be read" if content is None else mismatch(content["_metadata"], expected)
 
 
