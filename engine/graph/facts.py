@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ def all_reduce_algorithm(tp: int, rows: int, hidden: int, allowed: Sequence[str]
     facts = {"world": tp, "nbytes": rows * hidden * ACT_BYTES}
     chosen: str = choose("all_reduce", facts).algorithm
     return chosen if chosen in fit else fit[0]
+
+
+def algorithm_of(tp: int, allowed: Sequence[str]) -> Callable[[int, int], str]:
+    """`all_reduce_algorithm` by (rows, hidden) for one graph, whose layers all ask the same."""
+    return cache(lambda rows, hidden: all_reduce_algorithm(tp, rows, hidden, allowed))
 
 
 def choice(

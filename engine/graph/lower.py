@@ -95,17 +95,15 @@ class _Lowering(ExchangeOps):
             if where not in views:
                 views[where] = self._tensor(value, offset)
             self.tensors[value] = views[where]
-        for op in graph.ops:
-            if op.kind == "two_shot_gather":
-                self._place_gathered(op)
         sites = [
             op.attrs["site"]
             for op in graph.ops
             if op.kind == "poll_residual" and "slots" not in op.attrs
         ]
         # Sites alternate between two slots, also across replays and graphs: so their number is even.
-        assert not sites or sites[-1] - sites[0] == len(sites) - 1, sites
-        assert (sites[:1] or [0])[0] % EXCHANGE_SLOTS == len(sites) % EXCHANGE_SLOTS == 0, sites
+        first = sites[0] if sites else 0
+        assert sites == list(range(first, first + len(sites))), sites
+        assert first % EXCHANGE_SLOTS == len(sites) % EXCHANGE_SLOTS == 0, sites
 
     def launches(self) -> list[Launch]:
         return [getattr(self, f"_{op.kind}")(op) for op in self.graph.ops]

@@ -79,14 +79,6 @@ class ExchangeOps:
             phase=phase, detail=f"+{phase}",
         )  # fmt: skip
 
-    def _place_gathered(self, op: Op) -> None:
-        """Outputs of a two-shot gather lie where the ranks wrote them."""
-        end, rows = self._end, op.input("message").shape[0]
-        fp8 = op.out.dtype == "fp8"
-        places = [end.y(rows, fp8), *([end.scales(rows)] if fp8 else [])]
-        places += [end.last()] if op.attrs.get("last") else []
-        self.tensors.update(zip(op.outputs, places))
-
     @property
     def _end(self) -> two_shot.TwoShotRank:
         assert self.rank.two_shot is not None
@@ -105,15 +97,17 @@ class ExchangeOps:
         return self._launch(
             op, two_shot.two_shot_reduce, self._end, self._in(op, "residual"), h, weight,
             self.rank.status, eps=op.attrs["eps"], fp8=quantize,
-            request=self.rank.request if last else None,
-            call_site=op.attrs["site"],
-            detail=detail,
+            request=self.rank.request if last else None, call_site=op.attrs["site"], detail=detail,
         )  # fmt: skip
 
     def _two_shot_gather(self, op: Op) -> Launch:
+        end, rows = self._end, op.input("message").shape[0]
+        fp8 = op.out.dtype == "fp8"
+        places = [end.y(rows, fp8), *([end.scales(rows)] if fp8 else [])]
+        places += [end.last()] if op.attrs.get("last") else []
+        self.tensors.update(zip(op.outputs, places))  # they lie where the ranks wrote them
         return self._launch(
-            op, two_shot.two_shot_gather, self._end, op.input("message").shape[0], self.rank.status,
-            call_site=op.attrs["site"],
+            op, two_shot.two_shot_gather, end, rows, self.rank.status, call_site=op.attrs["site"]
         )  # fmt: skip
 
     def _flag_publish(self, op: Op) -> Launch:

@@ -39,6 +39,7 @@ import triton.language as tl
 from engine.errors import EngineError
 from engine.kernels.all_reduce import AllReduceConfig
 from engine.kernels.epilogue import shard_rows
+from engine.kernels.integers import next_power_of_2
 from engine.kernels.norm import norm_launch
 from engine.kernels.quantize_rows import FP8, to_e4m3
 from engine.kernels.sync import (
@@ -337,7 +338,7 @@ def two_shot_gather(
     flags = space.world * _programs(rows, space.world, config)
     gather_kernel[(1,)](
         end.buffer.data_ptr(), space.epoch_offset, flags, status.data_ptr(), limit_us, end.rank,
-        call_site, WORLD=space.world, LANES=max(32 * GATHER_WARPS, triton.next_power_of_2(flags)),
+        call_site, WORLD=space.world, LANES=max(32 * GATHER_WARPS, next_power_of_2(flags)),
         PDL=pdl, num_warps=GATHER_WARPS, launch_pdl=pdl,
     )  # fmt: skip
 

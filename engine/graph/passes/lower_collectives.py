@@ -7,11 +7,9 @@ sums is chosen here, by ranks and bytes of the message: one-shot or the flag bar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
-from engine.graph.facts import all_reduce_algorithm
+from engine.graph.facts import algorithm_of
 from engine.graph.ir import Graph, Op, Value, make_op
 
 # What a rank sends, one message a step, and what it then waits for.
@@ -29,12 +27,7 @@ def lower_collectives(graph: Graph) -> Graph:
     ops: list[Op] = []
     skip: set[int] = set()
     site = 0
-    whole = tuple(name for name in graph.algorithms if name != "two_shot")
-
-    @cache
-    def algorithm(rows: int, hidden: int) -> str:
-        return all_reduce_algorithm(graph.tp, rows, hidden, whole)
-
+    algorithm = algorithm_of(graph.tp, [name for name in graph.algorithms if name != "two_shot"])
     for i, op in enumerate(graph.ops):
         if i in skip:
             continue
@@ -45,7 +38,7 @@ def lower_collectives(graph: Graph) -> Graph:
             if add.kind != "add" or add.input("x") != op.out:
                 raise AssertionError("an all_reduce is read by a residual add and nothing else")
             skip.add(reader)
-            ops += _all_reduce(op, add, site, algorithm)
+            ops += _all_reduce(op, add, site, algorithm(*op.out.shape))
             site += 1
         elif op.kind == "sample":
             ops += _sample(op, graph)
@@ -54,10 +47,8 @@ def lower_collectives(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def _all_reduce(op: Op, add: Op, site: int, algorithm_of: Callable[[int, int], str]) -> list[Op]:
+def _all_reduce(op: Op, add: Op, site: int, algorithm: str) -> list[Op]:
     partial, residual = op.input("x"), add.input("residual")
-    rows, hidden = partial.shape
-    algorithm = algorithm_of(rows, hidden)
     sends = _SENDS[algorithm]
 
     def emit(kind: str, out: Value, **inputs: Value) -> Op:

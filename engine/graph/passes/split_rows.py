@@ -9,10 +9,10 @@ which that does not hold, or for which two-shot is not the choice (bytes, links)
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from typing import Any
 
-from engine.graph.facts import all_reduce_algorithm
+from engine.graph.facts import algorithm_of
 from engine.graph.ir import Graph, Op, Value, make_op
 
 
@@ -35,69 +35,63 @@ def split_rows(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
+@dataclass(frozen=True)
 class _Exchange:
-    """Indices of the ops that one exchange replaces."""
+    """Indices of the ops that one exchange replaces; last: of the gather of the request's last row, if there is one."""
 
-    def __init__(self, reduce: int, add: int, norm: int, last: list[int]):
-        self.reduce, self.add, self.norm, self.last = reduce, add, norm, last
+    reduce: int
+    add: int
+    norm: int
+    last: tuple[int, ...]
 
     def steps(self, graph: Graph, site: int, split: dict[Value, Value]) -> list[Op]:
         reduce, add, norm = (graph.ops[i] for i in (self.reduce, self.add, self.norm))
         partial, residual, h = reduce.input("x"), add.input("residual"), add.out
         split[h] = replace(h, sharding="rows")
+        last = {"last": True} if self.last else {}
 
-        def emit(kind: str, outputs: tuple[Value, ...], **inputs: Value) -> Op:
-            attrs = {"site": site} | (
-                {"eps": norm.attrs["eps"]} if kind == "two_shot_reduce" else {}
-            )
-            if self.last and kind in ("two_shot_reduce", "two_shot_gather"):
-                attrs["last"] = True
+        def message(name: str) -> Value:
+            return Value(f"{partial.name}_{name}", partial.shape, sharding="partial")
+
+        def emit(kind: str, *outputs: Value, attrs: dict[str, Any], **inputs: Value) -> Op:
+            attrs = {"site": site, **attrs}
             return make_op(kind, outputs, "all_reduce", reduce.layer, attrs, **inputs)
 
-        names = ("msg", "published", "reduced")
-        sent, published, reduced = (
-            Value(f"{partial.name}_{name}", partial.shape, sharding="partial") for name in names
-        )
-        last = [graph.ops[i].out for i in self.last]
+        sent, published, reduced = message("msg"), message("published"), message("reduced")
         return [
-            emit("two_shot_scatter", (sent,), x=partial),
-            emit("two_shot_publish", (published,), message=sent),
+            emit("two_shot_scatter", sent, attrs={}, x=partial),
+            emit("two_shot_publish", published, attrs={}, message=sent),
             emit(
-                "two_shot_reduce", (reduced, split[h]), message=published,
-                residual=split.get(residual, residual), weight=norm.input("weight"),
+                "two_shot_reduce", reduced, split[h], attrs={"eps": norm.attrs["eps"], **last},
+                message=published, residual=split.get(residual, residual), weight=norm.input("weight"),
             ),
-            emit("two_shot_gather", (norm.out, *last), message=reduced, h=split[h]),
+            emit(
+                "two_shot_gather", norm.out, *(graph.ops[i].out for i in self.last), attrs=last,
+                message=reduced, h=split[h],
+            ),
         ]  # fmt: skip
 
 
 def _exchanges(graph: Graph) -> dict[int, _Exchange]:
     """By the index of the all_reduce. One that does not qualify takes with it those that need its rows."""
+    algorithm, uses = algorithm_of(graph.tp, graph.algorithms), graph.consumers()
 
-    @cache
-    def algorithm(rows: int, hidden: int) -> str:
-        return all_reduce_algorithm(graph.tp, rows, hidden, graph.algorithms)
+    def readers(exchange: _Exchange) -> set[int]:
+        return set(uses[graph.ops[exchange.add].out])
 
-    uses = graph.consumers()
     found: dict[int, _Exchange] = {}
     for i, op in enumerate(graph.ops):
-        if op.kind != "all_reduce":
-            continue
-        rows, hidden = op.out.shape
-        if algorithm(rows, hidden) != "two_shot":
+        if op.kind != "all_reduce" or algorithm(*op.out.shape) != "two_shot":
             continue
         (add,) = uses[op.out]
-        readers = uses.get(graph.ops[add].out, [])
-        kinds = {kind: [j for j in readers if graph.ops[j].kind == kind] for kind in _READERS}
-        if len(kinds["rmsnorm"]) == 1 and len(kinds["gather_row"]) <= 1:
-            found[i] = _Exchange(i, add, kinds["rmsnorm"][0], kinds["gather_row"])
+        hidden = uses.get(graph.ops[add].out, [])
+        norms = [j for j in hidden if graph.ops[j].kind == "rmsnorm"]
+        rows = tuple(j for j in hidden if graph.ops[j].kind == "gather_row")
+        if len(norms) == 1 and len(rows) <= 1:
+            found[i] = _Exchange(i, add, norms[0], rows)
     while True:
         adds = {exchange.add for exchange in found.values()}
-        allowed = adds | {j for x in found.values() for j in (x.norm, *x.last)}
-        spread = [i for i, x in found.items() if set(uses[graph.ops[x.add].out]) - allowed]
-        if not spread:
+        kept = {i: x for i, x in found.items() if readers(x) <= adds | {x.norm, *x.last}}
+        if len(kept) == len(found):
             return found
-        for i in spread:
-            del found[i]
-
-
-_READERS = ("rmsnorm", "gather_row")
+        found = kept
