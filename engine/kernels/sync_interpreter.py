@@ -9,6 +9,7 @@ sleeps between polls: ranks outnumber cores in CI.
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import numpy as np
@@ -114,7 +115,12 @@ def wait_flags(address, epoch, peer, status, limit_us, rank, site, slot):
 
 
 def release_flag(address, value, mask) -> None:
-    _store(_array(address), _array(value), _array(mask))
+    """One store a flag: the interpreter's own copies 4 bytes twice (as memcpy does), and the second copy may land
+    after the receiver has seen the first and re-armed the word."""
+    lanes = np.broadcast_arrays(_array(address), _array(value), _array(mask))
+    for where, word, on in zip(*(lane.reshape(-1) for lane in lanes)):
+        if on:
+            ctypes.c_int32.from_address(int(where)).value = int(word)
 
 
 def push16(address, w0, w1, w2, w3, mask) -> None:
