@@ -170,7 +170,7 @@ def main() -> int:
         "--forms", default=",".join(SOAKED),
         help="comma-separated; the first does --calls, the others a tenth",
     )  # fmt: skip
-    parser.add_argument("--worlds", default="2,4,8", help="virtual ranks on one device")
+    parser.add_argument("--worlds", default="2,4,8", help="virtual ranks on one device; empty: none")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench.all_reduce_soak needs a CUDA device; here is none")
@@ -181,7 +181,7 @@ def main() -> int:
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     deployments = [devices[:8]] if len(devices) > 1 else []
     worlds = [len(d) for d in deployments]
-    for ranks in (int(w) for w in options.worlds.split(",")):
+    for ranks in (int(w) for w in options.worlds.split(",") if w):
         deployments.append(devices[:1])
         worlds.append(ranks)
     rows, failed = Rows("all_reduce_soak"), False
