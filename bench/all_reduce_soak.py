@@ -32,6 +32,7 @@ from bench.all_reduce_forms import FORMS
 from bench.all_reduce_group import Group
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
+from engine.runtime.links import probe_links
 
 CALLS = 250  # of a graph; even, so that the two slots alternate across replays
 GRAPHS = 4
@@ -179,6 +180,8 @@ def main() -> int:
     if unknown := [f for f in forms if f not in SOAKED]:
         parser.error(f"--forms {unknown[0]}: choose from {', '.join(SOAKED)}")
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    if len(devices) > 1:
+        probe_links()  # reaches every peer
     deployments = [devices[:8]] if len(devices) > 1 else []
     worlds = [len(d) for d in deployments]
     for ranks in (int(w) for w in options.worlds.split(",") if w):
