@@ -22,7 +22,7 @@ import torch
 
 from bench.rows import Rows
 from engine.checkpoint.index import INDEX, open_checkpoint
-from engine.checkpoint.load import LoadProgress, load_ranks
+from engine.checkpoint.load import LoadProgress, load_ranks, load_threads
 from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.source import CheckpointSource
 from engine.config import ModelConfig, preset, with_layers
@@ -128,10 +128,11 @@ def main() -> None:
         print(f"written in {time.perf_counter() - begin:.1f} s")
     index = open_checkpoint(options.dir)
     cuda = torch.cuda.is_available()
-    threads = options.threads or (min(16, 4 * options.tp) if cuda else 1)
     devices = {
-        r: f"cuda:{r % torch.cuda.device_count()}" if cuda else "cpu" for r in range(options.tp)
+        r: torch.device(f"cuda:{r % torch.cuda.device_count()}" if cuda else "cpu")
+        for r in range(options.tp)
     }
+    threads = options.threads or load_threads(devices.values())
     specs = index.adapt(specs_of(config, options.tp))
     if cuda:
         for device in set(devices.values()):  # contexts are not part of loading

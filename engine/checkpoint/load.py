@@ -1,13 +1,15 @@
 """WeightSpecs -> tensors on a device: concat or interleave, cast, FP8, with tied tensors shared.
 
-Each part goes straight into its rows of the final tensor, and FP8 is made part by part: the peak is
-the final size plus one slice per loading thread.
+Each part goes straight into its rows of the final tensors, and FP8 is made part by part: the peak is
+the final size plus one part's slices per loading thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -15,11 +17,14 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from engine.checkpoint.source import CheckpointSource, WeightSource
+from engine.checkpoint.source import CheckpointSource, WeightSource, read_ranks
 from engine.errors import CheckpointError, EngineError, first_few
 from engine.weights import Part, WeightSpec
 
 Quantization = Literal["fp8"]
+# A weight, and by the name of each HF tensor in it a scalar on the device that is finite if (and, short of
+# overflow, only if) every value is: looked at by the caller, so that loading does not wait for each tensor.
+_Checked = tuple["Loaded", dict[str, torch.Tensor]]
 Progress = Callable[[int], None]  # called with the bytes of each finished weight, from any thread
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -80,8 +85,9 @@ def materialize(
     quantization: str | None = None,
 ) -> Loaded:
     """One weight of one rank. Raises CheckpointError for a value that is NaN or inf."""
-    loaded, check = _materialize(spec, source, rank, torch.device(device), dtype, quantization)
-    _refuse_nonfinite({spec.name: check})
+    found = _materialize(spec, source, {rank: torch.device(device)}, dtype, quantization)
+    loaded, checks = found[rank]
+    _refuse_nonfinite(checks)
     return loaded
 
 
@@ -112,11 +118,10 @@ def load_ranks(
 ) -> dict[int, dict[str, Loaded]]:
     """rank -> spec name -> weight, for the ranks of `devices`, in one pass over the files.
 
-    `threads` threads take the weights in order, all ranks' slices of one before the next (default 4
-    a CUDA rank up to 16; 1 on CPU, where torch itself uses every core). A `CheckpointSource` is
-    first checked against the specs. A weight whose rows are rows of another (lm_head of tied
-    embeddings) is a view of it. Raises CheckpointError: before any tensor is read, but for NaN or
-    inf, found at the end.
+    `threads` threads take the weights in order, each for all ranks (default 4 a CUDA rank, 8 to 16;
+    1 on CPU, where torch itself uses every core). A `CheckpointSource` is first checked against the
+    specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a view of it.
+    Raises CheckpointError: before any tensor is read, but for NaN or inf, found at the end.
     """
     specs = list(specs.values() if isinstance(specs, Mapping) else specs)
     if isinstance(source, CheckpointSource):
@@ -126,34 +131,72 @@ def load_ranks(
     where = {rank: torch.device(device) for rank, device in devices.items()}
     aliases = {rank: find_aliases(specs, rank, quantization) for rank in where}
 
-    def load(rank: int, spec: WeightSpec) -> tuple[Loaded, torch.Tensor]:
-        loaded, check = _materialize(spec, source, rank, where[rank], dtype, quantization)
-        if progress is not None:
-            progress(loaded.nbytes)
-        return loaded, check
+    own_streams = _thread_streams({d for d in where.values() if d.type == "cuda"})
 
-    on_cuda = sum(device.type == "cuda" for device in where.values())
-    workers = threads or (min(16, 4 * on_cuda) if on_cuda else 1)
-    with ThreadPoolExecutor(workers, thread_name_prefix="load") as pool:
-        futures = {
-            (rank, spec.name): pool.submit(load, rank, spec)
-            for spec in specs
-            for rank in where
-            if spec.name not in aliases[rank]
-        }
+    def load(spec: WeightSpec) -> dict[int, _Checked]:
+        wanted = {rank: d for rank, d in where.items() if spec.name not in aliases[rank]}
+        if not wanted:
+            return {}
+        with own_streams():
+            found = _materialize(spec, source, wanted, dtype, quantization)
+        if progress is not None:
+            for loaded, _ in found.values():
+                progress(loaded.nbytes)
+        return found
+
+    with ThreadPoolExecutor(threads or load_threads(where.values())) as pool:
+        futures = {spec.name: pool.submit(load, spec) for spec in specs}
         try:
-            results = {key: future.result() for key, future in futures.items()}
+            results = {name: future.result() for name, future in futures.items()}
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+    _settle(where.values())
     ranks = {}
     for rank, alias in aliases.items():
-        _refuse_nonfinite({name: check for (r, name), (_, check) in results.items() if r == rank})
-        loaded = {name: weight for (r, name), (weight, _) in results.items() if r == rank}
+        held = {name: found[rank] for name, found in results.items() if rank in found}
+        _refuse_nonfinite(
+            {part: check for _, checks in held.values() for part, check in checks.items()}
+        )
+        loaded = {name: weight for name, (weight, _) in held.items()}
         for name, (owner, first, last) in alias.items():
             loaded[name] = Loaded(loaded[owner].weight[first:last])
         ranks[rank] = {spec.name: loaded[spec.name] for spec in specs}
     return ranks
+
+
+def load_threads(devices: Iterable[torch.device]) -> int:
+    """Default threads of a load onto `devices`, one of each rank."""
+    on_cuda = sum(device.type == "cuda" for device in devices)
+    return min(16, max(8, 4 * on_cuda)) if on_cuda else 1
+
+
+def _thread_streams(
+    devices: Iterable[torch.device],
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context in which each of the CUDA devices has a current stream of the calling thread's own: its
+    transfers wait for no other thread's."""
+    local, devices = threading.local(), list(devices)
+
+    @contextlib.contextmanager
+    def own() -> Iterator[None]:
+        if not hasattr(local, "streams"):
+            local.streams = [torch.cuda.Stream(device) for device in devices]
+        with contextlib.ExitStack() as stack:
+            for stream in local.streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    return own
+
+
+def _settle(devices: Iterable[torch.device]) -> None:
+    """Wait for all threads' streams, and give back what only they could have used again."""
+    on_cuda = {device for device in devices if device.type == "cuda"}
+    for device in on_cuda:
+        torch.cuda.synchronize(device)
+    if on_cuda:
+        torch.cuda.empty_cache()
 
 
 def find_aliases(
@@ -205,35 +248,40 @@ class LoadProgress:
 def _materialize(
     spec: WeightSpec,
     source: WeightSource,
-    rank: int,
-    device: torch.device,
+    devices: Mapping[int, torch.device],
     dtype: torch.dtype,
     quantization: str | None,
-) -> tuple[Loaded, torch.Tensor]:
-    """The weight, and a scalar on the device that is finite if (and, short of overflow, only if)
-    every value is: checked by the caller, so that loading does not wait for each tensor."""
+) -> dict[int, _Checked]:
+    """rank -> the weight and its checks."""
     quantized = is_quantized(spec, quantization)
-    shape = spec.local_shape(rank)
-    weight = torch.empty(shape, dtype=FP8_DTYPE if quantized else dtype, device=device)
-    scale = torch.empty(shape[0], dtype=torch.float32, device=device) if quantized else None
-    rows = _rows_of_parts(spec, rank)
-    check = torch.zeros((), device=device)
-    for part, where in zip(spec.parts, rows):
-        if scale is None:
-            weight[where] = source.read(part, rank, device)
-            check = check + weight[where].sum(dtype=torch.float32)
-            continue
-        stored = _stored_fp8(source, part, rank, device)
-        weight[where], scale[where] = stored or quantize_rows(source.read(part, rank, device))
-        check = check + scale[where].sum()
-        del stored  # before the next part is read: one slice at a time
-    return Loaded(weight, scale), check
+    found: dict[int, _Checked] = {}
+    for rank, device in devices.items():
+        shape = spec.local_shape(rank)
+        weight = torch.empty(shape, dtype=FP8_DTYPE if quantized else dtype, device=device)
+        scale = torch.empty(shape[0], dtype=torch.float32, device=device) if quantized else None
+        found[rank] = Loaded(weight, scale), {}
+    rows = {rank: _rows_of_parts(spec, rank) for rank in devices}
+    for i, part in enumerate(spec.parts):
+        pieces = read_ranks(source, part, devices, fp8=quantized)
+        for rank, (loaded, checks) in found.items():
+            checks[part.name] = _place(loaded, rows[rank][i], *pieces.pop(rank))
+    return found
 
 
-def _stored_fp8(
-    source: WeightSource, part: Part, rank: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return source.read_fp8(part, rank, device) if isinstance(source, CheckpointSource) else None
+def _place(
+    into: Loaded, where: slice, value: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Put a part into its rows, quantised if `into` is and it is not; its check."""
+    if into.scale is None:
+        into.weight[where] = value
+        return into.weight[where].sum(dtype=torch.float32)
+    if scale is None:
+        value, scale = quantize_rows(value)
+        bad = torch.zeros((), dtype=torch.bool, device=value.device)
+    else:  # only magnitude 0x7f is not finite in e4m3fn
+        bad = ((value.view(torch.uint8) & 0x7F) == 0x7F).any()
+    into.weight[where], into.scale[where] = value, scale
+    return scale.sum().masked_fill(bad, float("nan"))
 
 
 def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:

@@ -10,7 +10,7 @@ import hashlib
 import math
 import mmap
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -78,6 +78,15 @@ def _pad(tensor: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=part.axis)
 
 
+def read_ranks(
+    source: WeightSource, part: Part, devices: Mapping[int, torch.device], *, fp8: bool
+) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    """`CheckpointSource.read_ranks`, or `read` for each rank of another source."""
+    if isinstance(source, CheckpointSource):
+        return source.read_ranks(part, devices, fp8=fp8)
+    return {rank: (source.read(part, rank, device), None) for rank, device in devices.items()}
+
+
 class CheckpointSource:
     """A Hugging Face directory. On the CPU a slice is a view of the mapped file; on a CUDA device
     it is read through pinned buffers. Either way only the slice's bytes (a column slice's rows) are
@@ -96,26 +105,39 @@ class CheckpointSource:
         """See WeightSource; a weight stored in FP8 is given as fp32 values.
 
         Raises CheckpointError if the tensor is absent or of another shape."""
-        piece = self._read_stored(part, rank, torch.device(device))
+        return self.read_ranks(part, {rank: torch.device(device)})[rank][0]
+
+    def read_ranks(
+        self, part: Part, devices: Mapping[int, torch.device], *, fp8: bool = False
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        """rank -> (what `read` gives, None), each byte of the files read once for all ranks of one
+        device type.
+
+        fp8: a part stored in FP8 with one scale a row or a tensor is (float8_e4m3fn [N, K], fp32
+        scale [N]), bits unchanged, NaN among them (scales of blocks cannot be kept by kernels that
+        scale a whole row)."""
+        stored = self._read_stored(part, devices)
+        keep = fp8 and self.index.is_fp8(part.name) and not self._scheme.block
+        pieces: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        for rank in devices:
+            piece = stored.pop(rank)
+            pieces[rank] = (
+                self._with_scale(part, rank, piece)
+                if keep
+                else (self._values(part, rank, piece), None)
+            )
+        return pieces
+
+    def _values(self, part: Part, rank: int, piece: torch.Tensor) -> torch.Tensor:
         if self.index.is_fp8(part.name):
             scale, column_block = self._read_scale(part, rank, piece.device)
             piece = piece.float().mul_(scale if column_block is None else scale[:, column_block])
         return _pad(apply_layout(piece, part), part, rank)
 
-    def read_fp8(
-        self, part: Part, rank: int, device: torch.device | str
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(float8_e4m3fn [N, K], fp32 scale [N]) of a part stored in FP8 with one scale a row or a
-        tensor, bits unchanged; None for any other part, which `read` gives and loading quantises
-        (scales of blocks cannot be kept by kernels that scale a whole row)."""
-        if not self.index.is_fp8(part.name) or self._scheme.block:
-            return None
-        device = torch.device(device)
-        weight = self._read_stored(part, rank, device)
-        # Only magnitude 0x7f is not finite in e4m3fn.
-        if weight.numel() and (weight.view(torch.uint8) & 0x7F).max() == 0x7F:
-            raise CheckpointError(f"{self.index.directory}: NaN in {part.name}")
-        scale = self._read_scale(part, rank, device)[0].expand(weight.shape[0], 1)[:, 0]
+    def _with_scale(
+        self, part: Part, rank: int, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = self._read_scale(part, rank, weight.device)[0].expand(weight.shape[0], 1)[:, 0]
         weight = _pad(apply_layout(weight, part).view(torch.uint8), part, rank).view(weight.dtype)
         scale = apply_layout(scale, part)
         missing = weight.shape[0] - scale.shape[0]  # padded rows are zeros of any scale
@@ -143,21 +165,23 @@ class CheckpointSource:
         assert self.index.scheme is not None  # index.check refuses FP8 tensors without one
         return self.index.scheme
 
-    def _read_stored(self, part: Part, rank: int, device: torch.device) -> torch.Tensor:
-        """This rank's slice as stored, natural row order, not padded."""
+    def _read_stored(
+        self, part: Part, devices: Mapping[int, torch.device]
+    ) -> dict[int, torch.Tensor]:
+        """Each rank's slice as stored, natural row order, not padded."""
         info = self.index.tensors.get(part.name)
         if info is None or info.shape != part.shape:
             found = "no such tensor" if info is None else f"shape {list(info.shape)}"
             raise CheckpointError(
                 f"{self.index.directory}: {part.name}: {found}, wanted {list(part.shape)}"
             )
-        start, stop = local_range(part, rank)
-        if device.type == "cuda":
-            dtype = TORCH_DTYPES[info.dtype]
-            with torch.cuda.device(device):
-                return self._staging.read(info, dtype, part.axis, start, stop, device)
+        ranges = {rank: local_range(part, rank) for rank in devices}
+        if all(device.type == "cuda" for device in devices.values()):
+            return self._staging.read(info, TORCH_DTYPES[info.dtype], part.axis, ranges, devices)
         whole = self._view(info)
-        return whole if part.axis is None else whole.narrow(part.axis, start, stop - start)
+        if part.axis is None:
+            return dict.fromkeys(devices, whole)
+        return {r: whole.narrow(part.axis, a, b - a) for r, (a, b) in ranges.items()}
 
     def _read_scale(
         self, part: Part, rank: int, device: torch.device
@@ -168,7 +192,9 @@ class CheckpointSource:
         if info is None:
             raise CheckpointError(f"{self.index.directory}: {part.name} has no scale")
         start, stop = local_range(part, rank)
-        scale = self._view(info).float().to(device)
+        scale = self._view(info).float()
+        if device.type == "cuda":  # pinned: the copy does not wait for the transfers before it
+            scale = scale.pin_memory().to(device, non_blocking=True)
         block = self._scheme.block
         rows, cols = (torch.arange(n, device=device) for n in part.shape)
         if part.axis == 0:

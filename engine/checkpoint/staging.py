@@ -1,11 +1,14 @@
-"""File -> device through two small pinned buffers a thread: the read of one chunk overlaps the
-transfer of the chunk before it. `preadv` goes straight into pinned memory, without the page faults
-of a mapping and without the GIL, so that threads add up."""
+"""File -> devices through two small pinned buffers a thread: the read of one chunk overlaps the
+transfer of the chunk before it, and each byte of the file is read once for all ranks. `preadv` goes
+straight into pinned memory, without the page faults of a mapping and without the GIL, so that
+threads add up."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,11 +16,29 @@ import torch
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
 
-CHUNK_BYTES = 32 << 20
+# Two of them for each of 8 or 16 threads stay in the L3 between the read and the transfer.
+CHUNK_BYTES = 8 << 20
+
+
+@dataclass
+class _Buffer:
+    """raw: uint8. sent: by device, an event behind the last transfer out of it."""
+
+    raw: torch.Tensor
+    sent: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+
+    def wait(self) -> None:
+        for event in self.sent.values():
+            event.synchronize()
+
+    def mark(self, device: torch.device) -> None:
+        if device not in self.sent:
+            self.sent[device] = torch.cuda.Event()
+        self.sent[device].record(torch.cuda.current_stream(device))
 
 
 class Staging:
-    """Reads slices of tensors onto a device. Safe to call from several threads. A CPU device takes
+    """Reads slices of tensors onto devices. Safe to call from several threads. A CPU device takes
     the same path with ordinary buffers (tests)."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES):
@@ -31,57 +52,69 @@ class Staging:
         info: TensorInfo,
         dtype: torch.dtype,
         axis: int | None,
-        start: int,
-        stop: int,
-        device: torch.device,
-    ) -> torch.Tensor:
-        """[start, stop) along `axis` (0, 1 or None: all) of a 1-D or 2-D tensor, contiguous on
-        `device`.
+        ranges: Mapping[int, tuple[int, int]],
+        devices: Mapping[int, torch.device],
+    ) -> dict[int, torch.Tensor]:
+        """rank -> [start, stop) = ranges[rank] along `axis` (0, 1 or None: all) of a 1-D or 2-D
+        tensor, contiguous on devices[rank], in the order of that device's current stream.
 
-        Raises CheckpointError if the file ends early or cannot be read."""
-        shape = list(info.shape)
-        if axis is not None:
-            shape[axis] = stop - start
-        out = torch.empty(shape, dtype=dtype, device=device)
-        if not out.numel():
+        A column slice is cut on its device, to which whole rows travel. Raises CheckpointError if
+        the file ends early or cannot be read."""
+        out, rows_of = {}, {}
+        for rank, (start, stop) in ranges.items():
+            shape = list(info.shape)
+            if axis is not None:
+                shape[axis] = stop - start
+            out[rank] = torch.empty(shape, dtype=dtype, device=devices[rank])
+            if out[rank].numel():
+                rows_of[rank] = (start, stop) if axis == 0 else (0, shape[0])
+        if not rows_of:
             return out
-        columns = slice(start, stop) if axis == 1 else None
         whole_row = info.nbytes // info.shape[0]  # bytes of a row of the file
-        first_row = start if axis == 0 else 0
-        rows = max(1, self._chunk_bytes // whole_row)
-        buffers = self._buffers(max(whole_row, self._chunk_bytes), device.type == "cuda")
-        events = [torch.cuda.Event() for _ in buffers] if device.type == "cuda" else []
+        step = max(1, self._chunk_bytes // whole_row)
+        first, last = min(a for a, _ in rows_of.values()), max(b for _, b in rows_of.values())
+        pinned = any(devices[rank].type == "cuda" for rank in rows_of)
         file = self._descriptor(info.file)
-        for turn, row in enumerate(range(0, shape[0], rows)):
-            count, slot = min(rows, shape[0] - row), turn % 2
-            if events:
-                events[slot].synchronize()  # the transfer out of this buffer (none yet: at once)
-            raw = buffers[slot][: count * whole_row]
-            _fill(file, raw, info.offset + (first_row + row) * whole_row, info)
-            chunk = raw.view(dtype).view(count, *info.shape[1:])
-            if columns is not None:
-                chunk = self._pack(chunk[:, columns], slot, device.type == "cuda")
-            out[row : row + count].copy_(chunk, non_blocking=True)
-            if events:
-                events[slot].record(torch.cuda.current_stream(device))
-        for event in events:
-            event.synchronize()
+        for row in range(first, last, step):
+            end = min(row + step, last)
+            takers = {r: (max(row, a), min(end, b)) for r, (a, b) in rows_of.items()}
+            takers = {r: (a, b) for r, (a, b) in takers.items() if a < b}
+            if not takers:
+                continue
+            buffer = self._buffer(max(whole_row, self._chunk_bytes), pinned)
+            raw = buffer.raw[: (end - row) * whole_row]
+            _fill(file, raw, info.offset + row * whole_row, info)
+            chunk = raw.view(dtype).view(end - row, *info.shape[1:])
+            landed: dict[torch.device, torch.Tensor] = {}
+            for rank, (a, b) in takers.items():
+                piece = chunk[a - row : b - row]
+                device, target = devices[rank], out[rank]
+                if axis == 1 and target.shape[1] < info.shape[1]:
+                    if device not in landed:
+                        landed[device] = piece.to(device, non_blocking=True)
+                    piece = landed[device][:, slice(*ranges[rank])]
+                at = a - rows_of[rank][0]
+                target[at : at + b - a].copy_(piece, non_blocking=True)
+            for device in {devices[rank] for rank in takers}:
+                if device.type == "cuda":
+                    buffer.mark(device)
         return out
 
-    def _pack(self, piece: torch.Tensor, slot: int, pinned: bool) -> torch.Tensor:
-        """A column slice, made contiguous in a second pinned buffer: one straight transfer."""
-        buffers = self._buffers(piece.numel() * piece.element_size(), pinned, "packed")
-        packed = buffers[slot][: piece.numel() * piece.element_size()]
-        return packed.view(piece.dtype).view(piece.shape).copy_(piece)
-
-    def _buffers(self, nbytes: int, pinned: bool, name: str = "raw") -> list[torch.Tensor]:
-        """Two uint8 buffers of this thread, at least `nbytes` long."""
-        key = f"{name}-{pinned}"
-        held = getattr(self._local, key, None)
-        if held is None or held[0].numel() < nbytes:
-            held = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    def _buffer(self, nbytes: int, pinned: bool) -> _Buffer:
+        """The less recently used of this thread's two buffers, at least `nbytes` long, free to be
+        overwritten."""
+        key = f"pinned-{pinned}"
+        held: list[_Buffer] = getattr(self._local, key, [])
+        if not held or held[0].raw.numel() < nbytes:
+            for buffer in held:
+                buffer.wait()
+            held = [
+                _Buffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)) for _ in range(2)
+            ]
             setattr(self._local, key, held)
-        return held
+        held.reverse()
+        held[0].wait()
+        return held[0]
 
     def _descriptor(self, file: Path) -> int:
         with self._lock:

@@ -140,7 +140,8 @@ def test_row_padding_of_a_stored_weight(stored):
     directory, values = stored["channel"]
     name = "model.layers.0.mlp.gate_proj.weight"
     part = Part(name, (200, 112), 0, ((192, 208),))
-    weight, scale = CheckpointSource(directory).read_fp8(part, 0, "cpu")
+    devices = {0: torch.device("cpu")}
+    weight, scale = CheckpointSource(directory).read_ranks(part, devices, fp8=True)[0]
     assert torch.equal(weight[:8].float() * scale[:8, None], values[name][192:])
     assert not weight[8:].float().any() and (scale[8:] == 1).all()
 
@@ -231,7 +232,7 @@ def test_nan_in_an_fp8_weight(broken):
         tensors[UP] = tensors[UP].clone()
         tensors[UP].view(torch.uint8)[3, 4] = 0xFF
 
-    with pytest.raises(CheckpointError, match=f"NaN in {UP}"):
+    with pytest.raises(CheckpointError, match=f"NaN or infinite values .* in {UP}$"):
         load(broken("channel", edit), 0, 1)
 
 

@@ -236,7 +236,7 @@ def test_nonfinite_values_are_refused_by_name(value, quantization):
     bad[2, 1] = value
     spec, source = whole_spec(torch.randn(4, 4), bad, quantizable=True)
     good = WeightSpec("good", (spec.parts[0],))
-    with pytest.raises(CheckpointError, match=r"NaN or infinite values .* in w$"):
+    with pytest.raises(CheckpointError, match=r"NaN or infinite values .* in p1$"):
         load_rank([good, spec], source, 0, "cpu", torch.float32, quantization)
 
 

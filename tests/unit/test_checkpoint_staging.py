@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -33,30 +34,65 @@ def headers(tensors, tmp_path_factory):
     return read_header(file)
 
 
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    assert got.is_contiguous() and got.dtype == want.dtype and got.shape == want.shape
+    return torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
 @pytest.mark.parametrize("chunk", [1, 48, 100, 48 * 7, 1 << 20])  # a row of "wide" is 48 bytes
 @pytest.mark.parametrize(
-    "name, axis, start, stop",
+    "name, axis, ranges",
     [
-        ("wide", None, 0, 37),
-        ("wide", 0, 5, 30),
-        ("wide", 0, 36, 37),
-        ("wide", 0, 37, 37),
-        ("wide", 1, 0, 24),
-        ("wide", 1, 7, 19),
-        ("wide", 1, 23, 24),
-        ("flat", None, 0, 101),
-        ("flat", 0, 3, 100),
-        ("fp8", 1, 4, 8),
+        ("wide", None, [(0, 37)]),
+        ("wide", None, [(0, 37), (0, 37)]),
+        ("wide", 0, [(5, 30)]),
+        ("wide", 0, [(36, 37)]),
+        ("wide", 0, [(37, 37)]),
+        ("wide", 0, [(0, 10), (10, 20), (20, 30), (30, 37)]),
+        ("wide", 0, [(0, 20), (0, 20), (20, 37), (20, 37)]),  # KV heads fewer than ranks
+        ("wide", 0, [(30, 37), (2, 4), (37, 37)]),  # a gap, any order, an empty rank
+        ("wide", 1, [(0, 24)]),
+        ("wide", 1, [(7, 19)]),
+        ("wide", 1, [(23, 24)]),
+        ("wide", 1, [(0, 8), (8, 16), (16, 24), (24, 24)]),
+        ("flat", None, [(0, 101)]),
+        ("flat", 0, [(3, 100)]),
+        ("flat", 0, [(0, 50), (50, 101)]),
+        ("fp8", 1, [(4, 8)]),
+        ("fp8", 1, [(0, 8), (8, 16)]),
     ],
 )
-def test_every_slice_and_chunk(headers, tensors, name, axis, start, stop, chunk):
+def test_every_slice_and_chunk(headers, tensors, name, axis, ranges, chunk):
     staging = Staging(chunk)
     info = headers[name]
     for _ in range(2):  # the second time with used buffers
-        got = staging.read(info, TORCH_DTYPES[info.dtype], axis, start, stop, CPU)
-        want = tensors[name] if axis is None else tensors[name].narrow(axis, start, stop - start)
-        assert got.is_contiguous() and got.dtype == want.dtype
-        assert torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
+        wanted = dict(enumerate(ranges))
+        devices = dict.fromkeys(wanted, CPU)
+        got = staging.read(info, TORCH_DTYPES[info.dtype], axis, wanted, devices)
+        assert list(got) == list(wanted)
+        for rank, (start, stop) in wanted.items():
+            whole = tensors[name]
+            want = whole if axis is None else whole.narrow(axis, start, stop - start)
+            assert same(got[rank], want), rank
+
+
+def test_a_byte_is_read_once_for_all_ranks(headers, tensors, monkeypatch):
+    read = []
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda f, views, at: read.append((at, preadv(f, views, at))) or read[-1][1]
+    )
+    info = headers["wide"]
+    for axis, ranges in (
+        (0, [(0, 20), (20, 37)]),
+        (1, [(0, 12), (12, 24)]),
+        (None, [(0, 37)] * 2),
+    ):
+        read.clear()
+        wanted = dict(enumerate(ranges))
+        Staging(100).read(info, torch.bfloat16, axis, wanted, dict.fromkeys(wanted, CPU))
+        assert sum(count for _, count in read) == info.nbytes
+        assert len({at for at, _ in read}) == len(read)
 
 
 def test_threads_do_not_share_buffers(headers, tensors):
@@ -64,8 +100,8 @@ def test_threads_do_not_share_buffers(headers, tensors):
     info = headers["wide"]
 
     def read(row: int) -> bool:
-        got = staging.read(info, torch.bfloat16, 0, row, row + 3, CPU)
-        return torch.equal(got, tensors["wide"][row : row + 3])
+        got = staging.read(info, torch.bfloat16, 0, {3: (row, row + 3)}, {3: CPU})
+        return torch.equal(got[3], tensors["wide"][row : row + 3])
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, list(range(34)) * 20))
@@ -77,4 +113,4 @@ def test_file_that_shrinks_while_loading(tmp_path):
     info = read_header(file)["a"]
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="ends inside a: it changed while loading"):
-        Staging().read(info, torch.float32, None, 0, 64, CPU)
+        Staging().read(info, torch.float32, None, {0: (0, 64)}, {0: CPU})
