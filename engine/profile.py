@@ -55,6 +55,8 @@ def parser() -> Parser:
     group.add_argument("--json", metavar="FILE", help="everything, as JSON")
     group.add_argument("--trace", metavar="FILE", help="timeline for ui.perfetto.dev")
     group.add_argument("--png", metavar="FILE", help="stacked bars (needs matplotlib)")
+    group.add_argument("--from", dest="stored", metavar="FILE",
+                       help="run nothing: the table, --trace and --png of a profile that --json wrote")  # fmt: skip
     group.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
     add_engine_options(p)
     return p
@@ -77,6 +79,8 @@ def _main(args: argparse.Namespace) -> int:
         from engine.profiling.plots import pyplot
 
         pyplot("--png")
+    if args.stored:
+        return _stored(args)
     config, model, _ = resolve(engine_config(args))
     if args.input_len > model.max_position_embeddings:
         raise EngineError(
@@ -164,27 +168,51 @@ def _counters(counters: dict[str, Any]) -> str:
     )
 
 
+def _stored(args: argparse.Namespace) -> int:
+    """The tables and pictures of a file of --json."""
+    from engine.profiling.report import from_json
+
+    try:
+        content = json.loads(Path(args.stored).read_text())
+        profiles = [from_json(phase) for phase in content["phases"]]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise EngineError(
+            f"--from {args.stored}: not a profile that --json wrote ({type(e).__name__}: {e})"
+        ) from None
+    print("\n\n".join(_tables(profiles, content.get("input_len", 0))))
+    _pictures(args, content, profiles)
+    return 0
+
+
 def _write(
     args: argparse.Namespace, config: EngineConfig, model: ModelConfig,
     profiles: Sequence[PhaseProfile], facts: dict[str, Any],
 ) -> None:  # fmt: skip
-    from engine.profiling import plots
+    from engine.bench.rows import environment
     from engine.profiling.report import as_json
 
-    title = f"{model.name} {config.quantization or '16-bit'} TP={config.tensor_parallel_size}"
-    title += f" (shards of {config.shard_of})" if config.shard_of else ""
+    content = {
+        "model": model.name, "layers": model.num_layers, "quantization": config.quantization or "none",
+        "tp": config.tensor_parallel_size, "shard_of": config.shard_of, "input_len": args.input_len, **facts,
+        "phases": [as_json(p) for p in profiles], **environment(),
+    }  # fmt: skip
     if args.json:
-        from engine.bench.rows import environment
-
-        content = {
-            "model": model.name, "layers": model.num_layers, "quantization": config.quantization or "none",
-            "tp": config.tensor_parallel_size, "shard_of": config.shard_of, **facts,
-            "phases": [as_json(p) for p in profiles], **environment(),
-        }  # fmt: skip
         Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
+    _pictures(args, content, profiles)
+
+
+def _pictures(
+    args: argparse.Namespace, content: dict[str, Any], profiles: Sequence[PhaseProfile]
+) -> None:
+    """What --trace and --png ask for."""
+    from engine.profiling import plots
+
     if args.trace:
         Path(args.trace).write_text(json.dumps(plots.trace(profiles)) + "\n")
     if args.png:
+        weights = content["quantization"].replace("none", "16-bit")
+        title = f"{content['model']} {weights} TP={content['tp']}"
+        title += f" (shards of {content['shard_of']})" if content["shard_of"] else ""
         plots.draw(profiles, title, args.png)
 
 

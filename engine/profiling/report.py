@@ -213,3 +213,18 @@ def as_json(profile: PhaseProfile) -> dict[str, Any]:
         "skew": None if profile.skew is None else asdict(profile.skew),
         "copy_bandwidth": profile.copy_bandwidth, "stages": rows, "notes": profile.notes(),
     }  # fmt: skip
+
+
+def from_json(content: Mapping[str, Any]) -> PhaseProfile:
+    """What `as_json` wrote, without its timeline."""
+    stages = tuple(
+        StageRow(row["stage"], row["calls"], tuple(row["rank_us"]), Roof(**row["roof"]))
+        for row in content["stages"]
+    )
+    late = content["skew"]
+    return PhaseProfile(
+        content["phase"], content["rows"], content["context"], content["method"], stages,
+        tuple(content["bare_us"]), content["profiled_us"] and tuple(content["profiled_us"]),
+        content["marks"], late and Skew(**{**late, "late": tuple(late["late"])}),
+        copy_bandwidth=content["copy_bandwidth"],
+    )  # fmt: skip

@@ -260,6 +260,30 @@ def test_json_holds_what_the_table_shows():
     assert all(len(row["rank_us"]) == 2 for row in content["stages"])
 
 
+def test_a_stored_profile_shows_the_same(capsys, tmp_path):
+    first = profile(FakeDevice(), 4)
+    again = report.from_json(json.loads(json.dumps(report.as_json(first))))
+    assert report.table(again) == report.table(first) and again.skew == first.skew
+    file, picture = tmp_path / "p.json", tmp_path / "p.png"
+    assert main([*DUMMY, "--tp", "8", "--input-len", "5000", "--json", str(file)]) == 0
+    said = capsys.readouterr().out.split("\n\n", 1)[1]  # behind the model's constants
+    assert main(["--from", str(file)]) == 0
+    assert capsys.readouterr().out == said
+    pytest.importorskip("matplotlib")
+    assert main(["--from", str(file), "--png", str(picture)]) == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"phases": [{"phase": "decode"}]}'])
+def test_a_file_that_is_no_profile_is_one_line(content, capsys, tmp_path):
+    file = tmp_path / "p.json"
+    file.write_text(content)
+    assert main(["--from", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --from {file}: not a profile")
+    assert main(["--from", str(tmp_path / "absent.json")]) == 2
+    assert "not a profile" in capsys.readouterr().err
+
+
 def test_wanted_is_checked():
     assert parse_phases("prefill,decode") == ("prefill", "decode")
     for bad in (
