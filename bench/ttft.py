@@ -111,6 +111,7 @@ def measure(
     executor = create_executor(engine, config)
     fp8, buckets = engine.fp8_prefill(engine.quantization), prefill_buckets(longest)
     forced = "" if args.all_reduce == "auto" else f", {args.all_reduce}"
+    forced += f", {args.pause:g} s apart" if args.pause else ""
 
     def named(length: int) -> dict[str, Any]:
         algorithm = f"{activations(length, buckets, fp8)} activations{forced}"
@@ -122,7 +123,11 @@ def measure(
         print(f"{text}{forced}: decode step {step * 1e3:.2f} ms", flush=True)
         for length in lengths:
             ids = [(i * 7919 + 13) % 150000 for i in range(length)]
-            took = [generate(executor, ids, 2)[1] * 1e3 for _ in range(args.iters + 2)][2:]
+            took = []
+            for _ in range(args.iters + 2):
+                time.sleep(args.pause)
+                took.append(generate(executor, ids, 2)[1] * 1e3)
+            took = took[2:]
             floor = 2e3 * config.num_parameters * length / (degree * rate)
             took.sort()
             p50, p90 = statistics.median(took), took[int(0.9 * (len(took) - 1))]
@@ -178,6 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--iters", type=int, default=10)
     options.add_argument("--prefill-activations", choices=("auto", "16bit", "fp8"), default="auto")
     options.add_argument("--all-reduce", choices=("auto", "lamport", "two_shot"), default="auto")
+    options.add_argument(
+        "--pause", type=float, default=0.0, help="seconds between prompts; without one, long prompts "
+        "find the card at its power limit and a lower clock (default 0)",
+    )  # fmt: skip
     options.add_argument("--png", help="plot (needs matplotlib)")
     return script(options, measure_all, argv, check)
 
