@@ -7,9 +7,10 @@ the final size plus one part's slices per loading thread.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -22,15 +23,16 @@ from engine.errors import CheckpointError, EngineError, first_few
 from engine.weights import Part, WeightSpec
 
 Quantization = Literal["fp8"]
-# A weight, and by the name of each HF tensor in it a scalar on the device that is finite if (and, short of
-# overflow, only if) every value is: looked at by the caller, so that loading does not wait for each tensor.
-_Checked = tuple["Loaded", dict[str, torch.Tensor]]
+# By the name of an HF tensor a scalar on the device that is finite if (and, short of overflow, only if) every value
+# is: looked at at the end, so that loading does not wait for each tensor.
+_Checks = dict[str, torch.Tensor]
 Progress = Callable[[int], None]  # called with the bytes of each finished weight, from any thread
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest finite e4m3 value
 # Elements whose fp32 copy quantisation holds at a time (256 MB).
 _QUANTIZE_CHUNK = 64 << 20
+_ALLOCATOR_ROUNDS = 512  # bytes, of torch's CUDA allocator
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,9 @@ def materialize(
     quantization: str | None = None,
 ) -> Loaded:
     """One weight of one rank. Raises CheckpointError for a value that is NaN or inf."""
-    found = _materialize(spec, source, {rank: torch.device(device)}, dtype, quantization)
-    loaded, checks = found[rank]
-    _refuse_nonfinite(checks)
+    where = {rank: torch.device(device)}
+    loaded = _allocate([spec], rank, where[rank], dtype, quantization)[spec.name]
+    _refuse_nonfinite(_fill(spec, source, {rank: loaded}, where)[rank])
     return loaded
 
 
@@ -130,39 +132,41 @@ def load_ranks(
         source.check_scales()
     where = {rank: torch.device(device) for rank, device in devices.items()}
     aliases = {rank: find_aliases(specs, rank, quantization) for rank in where}
-
+    ranks = {
+        rank: _allocate(
+            [s for s in specs if s.name not in aliases[rank]], rank, device, dtype, quantization
+        )
+        for rank, device in where.items()
+    }
     own_streams = _thread_streams({d for d in where.values() if d.type == "cuda"})
 
-    def load(spec: WeightSpec) -> dict[int, _Checked]:
-        wanted = {rank: d for rank, d in where.items() if spec.name not in aliases[rank]}
-        if not wanted:
+    def load(spec: WeightSpec) -> dict[int, _Checks]:
+        held = {rank: loaded[spec.name] for rank, loaded in ranks.items() if spec.name in loaded}
+        if not held:
             return {}
         with own_streams():
-            found = _materialize(spec, source, wanted, dtype, quantization)
+            checks = _fill(spec, source, held, where)
         if progress is not None:
-            for loaded, _ in found.values():
+            for loaded in held.values():
                 progress(loaded.nbytes)
-        return found
+        return checks
 
     with ThreadPoolExecutor(threads or load_threads(where.values())) as pool:
-        futures = {spec.name: pool.submit(load, spec) for spec in specs}
+        futures = [pool.submit(load, spec) for spec in specs]
         try:
-            results = {name: future.result() for name, future in futures.items()}
+            found = [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     _settle(where.values())
-    ranks = {}
     for rank, alias in aliases.items():
-        held = {name: found[rank] for name, found in results.items() if rank in found}
-        _refuse_nonfinite(
-            {part: check for _, checks in held.values() for part, check in checks.items()}
-        )
-        loaded = {name: weight for name, (weight, _) in held.items()}
+        checks = [checked.get(rank, {}) for checked in found]
+        _refuse_nonfinite({part: value for some in checks for part, value in some.items()})
         for name, (owner, first, last) in alias.items():
-            loaded[name] = Loaded(loaded[owner].weight[first:last])
-        ranks[rank] = {spec.name: loaded[spec.name] for spec in specs}
-    return ranks
+            ranks[rank][name] = Loaded(ranks[rank][owner].weight[first:last])
+    return {
+        rank: {spec.name: loaded[spec.name] for spec in specs} for rank, loaded in ranks.items()
+    }
 
 
 def load_threads(devices: Iterable[torch.device]) -> int:
@@ -174,20 +178,22 @@ def load_threads(devices: Iterable[torch.device]) -> int:
 def _thread_streams(
     devices: Iterable[torch.device],
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context in which each of the CUDA devices has a current stream of the calling thread's own: its
-    transfers wait for no other thread's."""
-    local, devices = threading.local(), list(devices)
+    """A context in which each of the CUDA devices has a current stream of the calling thread's own, behind
+    what was queued so far: its transfers wait for no other thread's."""
+    local, before = threading.local(), [torch.cuda.current_stream(device) for device in devices]
 
     @contextlib.contextmanager
-    def own() -> Iterator[None]:
+    def entered() -> Iterator[None]:
         if not hasattr(local, "streams"):
-            local.streams = [torch.cuda.Stream(device) for device in devices]
+            local.streams = [torch.cuda.Stream(stream.device) for stream in before]
+            for own, earlier in zip(local.streams, before):
+                own.wait_stream(earlier)
         with contextlib.ExitStack() as stack:
             for stream in local.streams:
                 stack.enter_context(torch.cuda.stream(stream))
             yield
 
-    return own
+    return entered
 
 
 def _settle(devices: Iterable[torch.device]) -> None:
@@ -245,43 +251,74 @@ class LoadProgress:
         self._bar.close()
 
 
-def _materialize(
-    spec: WeightSpec,
-    source: WeightSource,
-    devices: Mapping[int, torch.device],
+def _allocate(
+    specs: Sequence[WeightSpec],
+    rank: int,
+    device: torch.device,
     dtype: torch.dtype,
     quantization: str | None,
-) -> dict[int, _Checked]:
-    """rank -> the weight and its checks."""
-    quantized = is_quantized(spec, quantization)
-    found: dict[int, _Checked] = {}
-    for rank, device in devices.items():
-        shape = spec.local_shape(rank)
-        weight = torch.empty(shape, dtype=FP8_DTYPE if quantized else dtype, device=device)
-        scale = torch.empty(shape[0], dtype=torch.float32, device=device) if quantized else None
-        found[rank] = Loaded(weight, scale), {}
-    rows = {rank: _rows_of_parts(spec, rank) for rank in devices}
+) -> dict[str, Loaded]:
+    """Room for one rank's weights, on a CUDA device cut out of one allocation: hundreds of them take
+    seconds, and each holds up the transfers."""
+    wanted = [
+        (s.name, s.local_shape(rank), FP8_DTYPE if is_quantized(s, quantization) else dtype)
+        for s in specs
+    ]
+    if device.type == "cuda":  # the allocator splits what was just freed
+        sizes = (math.prod(shape) * kind.itemsize for _, shape, kind in wanted)
+        total = sum(-(-size // _ALLOCATOR_ROUNDS) * _ALLOCATOR_ROUNDS for size in sizes)
+        torch.empty(total, dtype=torch.uint8, device=device)
+    return {
+        name: Loaded(
+            torch.empty(shape, dtype=kind, device=device),
+            torch.empty(shape[0], dtype=torch.float32, device=device)
+            if kind == FP8_DTYPE
+            else None,
+        )
+        for name, shape, kind in wanted
+    }
+
+
+def _fill(
+    spec: WeightSpec,
+    source: WeightSource,
+    held: Mapping[int, Loaded],
+    devices: Mapping[int, torch.device],
+) -> dict[int, _Checks]:
+    """Every part into its rows of each rank's weight; their checks."""
+    rows = {rank: _rows_of_parts(spec, rank) for rank in held}
+    checks: dict[int, _Checks] = {rank: {} for rank in held}
+    where = {rank: devices[rank] for rank in held}
     for i, part in enumerate(spec.parts):
-        pieces = read_ranks(source, part, devices, fp8=quantized)
-        for rank, (loaded, checks) in found.items():
-            checks[part.name] = _place(loaded, rows[rank][i], *pieces.pop(rank))
-    return found
+        into = {rank: _rows(loaded, rows[rank][i]) for rank, loaded in held.items()}
+        fp8 = all(loaded.scale is not None for loaded in held.values())
+        weights = {rank: target.weight for rank, target in into.items()}
+        pieces = read_ranks(source, part, where, fp8=fp8, into=weights)
+        for rank, target in into.items():
+            checks[rank][part.name] = _place(target, *pieces.pop(rank))
+    return checks
 
 
-def _place(
-    into: Loaded, where: slice, value: torch.Tensor, scale: torch.Tensor | None
-) -> torch.Tensor:
-    """Put a part into its rows, quantised if `into` is and it is not; its check."""
+def _rows(loaded: Loaded, rows: slice) -> Loaded:
+    return Loaded(loaded.weight[rows], None if loaded.scale is None else loaded.scale[rows])
+
+
+def _place(into: Loaded, value: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Put a part into its rows, if it is not there yet, quantised if `into` is and it is not; its check."""
     if into.scale is None:
-        into.weight[where] = value
-        return into.weight[where].sum(dtype=torch.float32)
+        if value.data_ptr() != into.weight.data_ptr():
+            into.weight.copy_(value)
+        return into.weight.sum(dtype=torch.float32)
+    bad = None
     if scale is None:
         value, scale = quantize_rows(value)
-        bad = torch.zeros((), dtype=torch.bool, device=value.device)
-    else:  # only magnitude 0x7f is not finite in e4m3fn
-        bad = ((value.view(torch.uint8) & 0x7F) == 0x7F).any()
-    into.weight[where], into.scale[where] = value, scale
-    return scale.sum().masked_fill(bad, float("nan"))
+    elif value.numel():  # NaN of e4m3 is 0x7f and 0xff
+        bad = (value.view(torch.int8).amax() == 0x7F) | (value.view(torch.uint8).amax() == 0xFF)
+    if value.data_ptr() != into.weight.data_ptr():
+        into.weight.copy_(value)
+    into.scale.copy_(scale)
+    check = scale.sum()
+    return check if bad is None else check.masked_fill(bad, float("nan"))
 
 
 def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:

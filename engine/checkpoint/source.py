@@ -78,12 +78,30 @@ def _pad(tensor: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=part.axis)
 
 
+def _pad_scale(scale: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
+    """Rows past the end are zeros of any scale."""
+    missing = padding(part, rank) if part.axis == 0 else 0
+    return torch.nn.functional.pad(scale, (0, missing), value=1.0) if missing else scale
+
+
+def _on_cuda(devices: Mapping[int, torch.device]) -> bool:
+    return all(device.type == "cuda" for device in devices.values())
+
+
+Pieces = dict[int, tuple[torch.Tensor, torch.Tensor | None]]  # rank -> values, scale
+
+
 def read_ranks(
-    source: WeightSource, part: Part, devices: Mapping[int, torch.device], *, fp8: bool
-) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    source: WeightSource,
+    part: Part,
+    devices: Mapping[int, torch.device],
+    *,
+    fp8: bool,
+    into: Mapping[int, torch.Tensor],
+) -> Pieces:
     """`CheckpointSource.read_ranks`, or `read` for each rank of another source."""
     if isinstance(source, CheckpointSource):
-        return source.read_ranks(part, devices, fp8=fp8)
+        return source.read_ranks(part, devices, fp8=fp8, into=into)
     return {rank: (source.read(part, rank, device), None) for rank, device in devices.items()}
 
 
@@ -108,40 +126,48 @@ class CheckpointSource:
         return self.read_ranks(part, {rank: torch.device(device)})[rank][0]
 
     def read_ranks(
-        self, part: Part, devices: Mapping[int, torch.device], *, fp8: bool = False
-    ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        self,
+        part: Part,
+        devices: Mapping[int, torch.device],
+        *,
+        fp8: bool = False,
+        into: Mapping[int, torch.Tensor] | None = None,
+    ) -> Pieces:
         """rank -> (what `read` gives, None), each byte of the files read once for all ranks of one
         device type.
 
         fp8: a part stored in FP8 with one scale a row or a tensor is (float8_e4m3fn [N, K], fp32
         scale [N]), bits unchanged, NaN among them (scales of blocks cannot be kept by kernels that
-        scale a whole row)."""
-        stored = self._read_stored(part, devices)
-        keep = fp8 and self.index.is_fp8(part.name) and not self._scheme.block
-        pieces: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        scale a whole row). into: where the values should go; CUDA ones that need no conversion are
+        read straight into it, and it is what is given."""
+        info = self._info(part)
+        is_fp8 = self.index.is_fp8(part.name)
+        keep = fp8 and is_fp8 and not self._scheme.block
+        straight = (
+            into is not None
+            and part.layout == "natural"
+            and is_fp8 == keep
+            and all(not padding(part, rank) for rank in devices)
+            and all(into[rank].dtype == TORCH_DTYPES[info.dtype] for rank in devices)
+        )
+        stored = self._read_stored(info, part, devices, into if straight else None)
+        scales = self._row_scales(part, devices) if is_fp8 and not self._scheme.block else {}
+        pieces: Pieces = {}
         for rank in devices:
-            piece = stored.pop(rank)
-            pieces[rank] = (
-                self._with_scale(part, rank, piece)
-                if keep
-                else (self._values(part, rank, piece), None)
-            )
+            piece, scale = stored.pop(rank), None
+            if keep:
+                scale = _pad_scale(
+                    apply_layout(scales[rank].expand(piece.shape[0]), part), part, rank
+                )
+                piece = piece.view(torch.uint8)  # for torch.cat
+            elif is_fp8 and self._scheme.block:
+                blocks, columns = self._block_scale(part, rank, piece.device)
+                piece = piece.float().mul_(blocks[:, columns])
+            elif is_fp8:
+                piece = piece.float().mul_(scales[rank][:, None])
+            piece = _pad(apply_layout(piece, part), part, rank)
+            pieces[rank] = (piece.view(torch.float8_e4m3fn) if keep else piece), scale
         return pieces
-
-    def _values(self, part: Part, rank: int, piece: torch.Tensor) -> torch.Tensor:
-        if self.index.is_fp8(part.name):
-            scale, column_block = self._read_scale(part, rank, piece.device)
-            piece = piece.float().mul_(scale if column_block is None else scale[:, column_block])
-        return _pad(apply_layout(piece, part), part, rank)
-
-    def _with_scale(
-        self, part: Part, rank: int, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = self._read_scale(part, rank, weight.device)[0].expand(weight.shape[0], 1)[:, 0]
-        weight = _pad(apply_layout(weight, part).view(torch.uint8), part, rank).view(weight.dtype)
-        scale = apply_layout(scale, part)
-        missing = weight.shape[0] - scale.shape[0]  # padded rows are zeros of any scale
-        return weight, torch.nn.functional.pad(scale, (0, missing), value=1.0)
 
     def check_scales(self) -> None:
         """Read every scale of an FP8 checkpoint: CheckpointError for one that is not finite or not
@@ -165,45 +191,68 @@ class CheckpointSource:
         assert self.index.scheme is not None  # index.check refuses FP8 tensors without one
         return self.index.scheme
 
-    def _read_stored(
-        self, part: Part, devices: Mapping[int, torch.device]
-    ) -> dict[int, torch.Tensor]:
-        """Each rank's slice as stored, natural row order, not padded."""
+    def _info(self, part: Part) -> TensorInfo:
         info = self.index.tensors.get(part.name)
         if info is None or info.shape != part.shape:
             found = "no such tensor" if info is None else f"shape {list(info.shape)}"
             raise CheckpointError(
                 f"{self.index.directory}: {part.name}: {found}, wanted {list(part.shape)}"
             )
+        return info
+
+    def _read_stored(
+        self,
+        info: TensorInfo,
+        part: Part,
+        devices: Mapping[int, torch.device],
+        into: Mapping[int, torch.Tensor] | None,
+    ) -> dict[int, torch.Tensor]:
+        """Each rank's slice as stored, natural row order, not padded; on CUDA devices `into`, if given."""
         ranges = {rank: local_range(part, rank) for rank in devices}
-        if all(device.type == "cuda" for device in devices.values()):
-            return self._staging.read(info, TORCH_DTYPES[info.dtype], part.axis, ranges, devices)
+        if _on_cuda(devices):
+            dtype = TORCH_DTYPES[info.dtype]
+            return self._staging.read(info, dtype, part.axis, ranges, devices, into)
         whole = self._view(info)
         if part.axis is None:
             return dict.fromkeys(devices, whole)
         return {r: whole.narrow(part.axis, a, b - a) for r, (a, b) in ranges.items()}
 
-    def _read_scale(
-        self, part: Part, rank: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """fp32 [rows or 1, 1 or column blocks] of this rank's slice, and for block scales the block
-        of each local column. Blocks are those of the whole tensor: a shard may begin inside one."""
+    def _scale_info(self, part: Part) -> TensorInfo:
         info = scale_of(self.index.tensors[part.name], self.index.tensors)
         if info is None:
             raise CheckpointError(f"{self.index.directory}: {part.name} has no scale")
-        start, stop = local_range(part, rank)
-        scale = self._view(info).float()
-        if device.type == "cuda":  # pinned: the copy does not wait for the transfers before it
-            scale = scale.pin_memory().to(device, non_blocking=True)
-        block = self._scheme.block
+        return info
+
+    def _row_scales(
+        self, part: Part, devices: Mapping[int, torch.device]
+    ) -> dict[int, torch.Tensor]:
+        """fp32 [rows] of each rank's slice, or [1] of a tensor with one scale."""
+        info = self._scale_info(part)
+        by_row = part.axis == 0 and math.prod(info.shape) > 1
+        ranges = {rank: local_range(part, rank) if by_row else (0, 0) for rank in devices}
+        axis = 0 if by_row else None
+        if _on_cuda(devices) and info.shape:
+            read = self._staging.read(info, TORCH_DTYPES[info.dtype], axis, ranges, devices)
+            return {rank: scale.float().view(-1) for rank, scale in read.items()}
+        scale = self._view(info).float().view(-1)
+        return {
+            r: (scale[slice(*ranges[r])] if by_row else scale).to(device)
+            for r, device in devices.items()
+        }
+
+    def _block_scale(
+        self, part: Part, rank: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 [rows, column blocks] of this rank's slice, and the block of each local column. Blocks
+        are those of the whole tensor: a shard may begin inside one."""
+        scale = self._view(self._scale_info(part)).float().to(device)
         rows, cols = (torch.arange(n, device=device) for n in part.shape)
+        span = slice(*local_range(part, rank))
         if part.axis == 0:
-            rows = rows[start:stop]
+            rows = rows[span]
         elif part.axis == 1:
-            cols = cols[start:stop]
-        if block:
-            return scale[rows // block], cols // block
-        return (scale.view(1, 1) if scale.numel() == 1 else scale.view(-1, 1)[rows]), None
+            cols = cols[span]
+        return scale[rows // self._scheme.block], cols // self._scheme.block
 
     def check_tied(self, specs: Iterable[WeightSpec]) -> None:
         """A checkpoint of tied embeddings may carry an lm_head.weight that no spec asks for; if it

@@ -54,9 +54,11 @@ class Staging:
         axis: int | None,
         ranges: Mapping[int, tuple[int, int]],
         devices: Mapping[int, torch.device],
+        into: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[int, torch.Tensor]:
         """rank -> [start, stop) = ranges[rank] along `axis` (0, 1 or None: all) of a 1-D or 2-D
-        tensor, contiguous on devices[rank], in the order of that device's current stream.
+        tensor: new and contiguous on devices[rank], or into[rank] (any strides), in the order of that
+        device's current stream.
 
         A column slice is cut on its device, to which whole rows travel. Raises CheckpointError if
         the file ends early or cannot be read."""
@@ -65,7 +67,11 @@ class Staging:
             shape = list(info.shape)
             if axis is not None:
                 shape[axis] = stop - start
-            out[rank] = torch.empty(shape, dtype=dtype, device=devices[rank])
+            if into is None:
+                out[rank] = torch.empty(shape, dtype=dtype, device=devices[rank])
+            else:
+                out[rank] = into[rank]
+                assert list(out[rank].shape) == shape and out[rank].dtype == dtype
             if out[rank].numel():
                 rows_of[rank] = (start, stop) if axis == 0 else (0, shape[0])
         if not rows_of:

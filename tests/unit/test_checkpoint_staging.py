@@ -76,6 +76,22 @@ def test_every_slice_and_chunk(headers, tensors, name, axis, ranges, chunk):
             assert same(got[rank], want), rank
 
 
+@pytest.mark.parametrize("chunk", [48, 100, 1 << 20])
+@pytest.mark.parametrize("axis, ranges", [(0, [(0, 20), (20, 37)]), (1, [(0, 8), (8, 24)])])
+def test_rows_of_an_interleaved_weight_are_filled_in_place(headers, tensors, axis, ranges, chunk):
+    info, whole = headers["wide"], tensors["wide"]
+    wanted = dict(enumerate(ranges))
+    want = {r: whole.narrow(axis, a, b - a) for r, (a, b) in wanted.items()}
+    held = {
+        r: torch.full((2 * len(w), w.shape[1]), float("nan")).bfloat16() for r, w in want.items()
+    }
+    into = {rank: weight[1::2] for rank, weight in held.items()}
+    got = Staging(chunk).read(info, torch.bfloat16, axis, wanted, dict.fromkeys(wanted, CPU), into)
+    for rank, weight in held.items():
+        assert got[rank] is into[rank]
+        assert torch.equal(weight[1::2], want[rank]) and weight[::2].isnan().all()
+
+
 def test_a_byte_is_read_once_for_all_ranks(headers, tensors, monkeypatch):
     read = []
     preadv = os.preadv
