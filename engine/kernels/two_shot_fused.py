@@ -21,12 +21,12 @@ there is one portion and no overlap within a program.
 Order: "data behind a flag" (sync.py). A program counts its calls in an epoch word of its own, read at its start and
 written at its end: replays need no host and no publish. Every rank launches the same calls (rows, P, portions) in the
 same order, so the epochs of program p agree, whatever the P of the calls between.
-* Partial sums. Rank r stores into s's partials of call e + 1 in a kernel behind its call e, which ended after the second
-  flags of ALL of s's programs of e. Each stands behind the reads of its program: s has read its partials of e.
+* Partial sums. Rank r stores into s's partials of call e + 1 in a kernel behind its call e, which ended after the
+  second flags of ALL of s's programs of e. Each stands behind the reads of its program: s has read its partials of e.
 * y. Rank s stores y of e + 1 (its scale, the last row) into r's memory in a program that has seen a first flag of e + 1
   from every rank; r's launch stands behind every reader of its y of e in r's stream.
-* A first flag that nobody waits for (a portion in which the receiver has no row) may arrive late, but before its sender's
-  next call: flags only go up, and a wait is for `at least`.
+* A first flag that nobody waits for (a portion in which the receiver has no row) may arrive late, but before its
+  sender's next call: flags only go up, and a wait is for `at least`.
 * The four launches may take turns with it on one workspace. They use flags and an epoch of their own, and both
   arguments above only need that a rank's exchange e ends behind all programs of all ranks (their gather), and that what
   lets s store y was released behind r's readers (their publish).
@@ -181,6 +181,8 @@ def two_shot_all_reduce(
         raise EngineError(
             f"two-shot all-reduce: x is {tuple(x.shape)}, h {tuple(h.shape)}; they must be alike"
         )
+    if x.data_ptr() % 16:
+        raise EngineError("two-shot all-reduce: x does not begin at a multiple of 16 bytes")
     if not 1 <= config.portions <= MOST_PORTIONS:
         raise EngineError(
             f"two-shot all-reduce in {config.portions} portions: choose 1 to {MOST_PORTIONS}"

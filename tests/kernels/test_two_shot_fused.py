@@ -230,6 +230,9 @@ def test_what_it_cannot_carry():
     for x, h in ((wide, wide), (good, good.half()), (good, good.t()), (good, good[:2])):
         with pytest.raises(EngineError, match="two-shot all-reduce"):
             two_shot_all_reduce(x, end, None, h, None, status, **common)
+    odd = torch.zeros(4 * HIDDEN + 1, dtype=DTYPE)[1:].view(4, HIDDEN)
+    with pytest.raises(EngineError, match="16 bytes"):
+        two_shot_all_reduce(odd, end, None, good.clone(), None, status, **common)
     for portions in (0, MOST_PORTIONS + 1):
         common["config"] = AllReduceConfig("two_shot", portions=portions)
         with pytest.raises(EngineError, match=f"in {portions} portions"):
