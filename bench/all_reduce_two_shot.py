@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from bench.all_reduce_forms import HIDDEN, TIMED_FORMS
-from bench.all_reduce_group import Group
+from bench.all_reduce_group import EPS, Group
 from bench.all_reduce_latency import measured, share
-from engine.kernels.all_reduce import AllReduceConfig
+from engine.kernels.all_reduce import AllReduceConfig, all_reduce_ref
 from engine.kernels.epilogue import shard_rows
 from engine.kernels.integers import cdiv
+from engine.kernels.norm import rmsnorm
+from engine.kernels.quantize_rows import rmsnorm_quantize
 
 if TYPE_CHECKING:
     from bench.all_reduce import Bench
@@ -57,15 +61,55 @@ def sweep(bench: Bench, world: int) -> None:
         )
 
 
+def same_norm(group: Group) -> bool:
+    """One call of random values: whether every rank has the bits of `rmsnorm` or `rmsnorm_quantize` of the sums."""
+    rows, first = group.n // group.row, group.members[0].device
+    generator = torch.Generator(first).manual_seed(rows)
+    with group.on(first):
+        *partials, residual = (
+            torch.randn(group.n, generator=generator, device=first).bfloat16()
+            for _ in range(group.world + 1)
+        )
+        h = all_reduce_ref(partials, residual).view(rows, group.row)
+    group.synchronize()
+    for m in group.members:
+        with group.on(m.device):
+            m.x.copy_(partials[m.rank])
+            m.residual.copy_(residual)
+    group.synchronize()
+    group.call(0)
+    group.synchronize()
+    same = not group.status[0]
+    for m in group.members:
+        assert m.end is not None
+        with group.on(m.device):
+            y = torch.empty_like(m.end.y(rows, group.how.fp8))
+            if group.how.fp8:
+                scale = torch.empty_like(m.end.scales(rows))
+                rmsnorm_quantize(h.to(m.device), m.weight, y, scale, eps=EPS)
+                same &= torch.equal(scale, m.end.scales(rows))
+            else:
+                rmsnorm(h.to(m.device), m.weight, y, eps=EPS)
+            found = m.end.y(rows, group.how.fp8)
+            same &= torch.equal(y.view(torch.uint8), found.view(torch.uint8))
+    return same
+
+
 def _measure(bench: Bench, form: str, world: int, nbytes: int, config: AllReduceConfig) -> float:
-    """Check the sums (of a form that has no norm), then time: us, NaN if it failed."""
+    """Check the bits, then time: us, NaN if it failed."""
     how = TIMED_FORMS[form]
     group = Group(form, world, bench.devices, nbytes, pdl=True, config=config)
     group.preload()
     name = (
         f"{nbytes >> 20:3d} MB {form:18} {config.programs:3d} programs, {config.portions} portions"
     )
-    if not how.norm:
+    if how.norm:
+        if not same_norm(group):
+            bench.check(
+                False, f"{name}: other bits than the norm of the sums, {group.status.tolist()}"
+            )
+            return float("nan")
+    else:
         group.randomise_delays(0.3, 20_000)
         for call in range(CHECKED_CALLS):
             group.checked_call(call)

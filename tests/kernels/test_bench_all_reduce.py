@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from bench.all_reduce import SECTIONS, TUNED_FORMS, best_entry, main, tuned_conf
 from bench.all_reduce_forms import FORMS, TIMED_FORMS
 from bench.all_reduce_group import Group
 from bench.all_reduce_latency import SHARE_BYTES, SIZES, link_rate, table
-from bench.all_reduce_two_shot import shapes
+from bench.all_reduce_two_shot import same_norm, shapes
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
 from engine.tune import choose
@@ -171,6 +172,18 @@ def test_shapes_of_two_shot_in_one_launch():
     assert found == {(66, 1), (66, 2), (66, 4), (132, 1), (132, 2), (256, 1)}
     assert {(c.programs, c.portions) for c in shapes(2, 1 << 20)} == {(32, 1)}
     assert {c.portions for c in shapes(2, 1 << 25) if c.programs == 528} == {1, 2}
+
+
+@pytest.mark.parametrize("form", ["two_shot_norm", "two_shot_norm_fp8"])
+def test_bits_of_the_norm_are_checked(form, device, monkeypatch):
+    """By four launches here, where ranks take turns."""
+    phases = FORMS["two_shot_split"].phases
+    monkeypatch.setitem(TIMED_FORMS, form, replace(TIMED_FORMS[form], phases=phases))
+    group = small_group(form, device)
+    assert same_norm(group)
+    group.members[1].weight[3] += 0.25
+    monkeypatch.setattr(group, "call", lambda call: None)  # y is that of the call before
+    assert not same_norm(group)
 
 
 def test_each_form_is_timed_in_its_own_shape():
