@@ -4,9 +4,10 @@ Needs one CUDA device (virtual ranks only) or two and more. Every spin ends afte
 links, then the sections, in order, each skipped with a line once --time-limit is spent:
   correctness  checked all-reduces under random delays: wrong elements, equality of all ranks' bits
   latency      us a call in a CUDA graph per form and size, against a copy kernel (the launch floor), and
-               the share of the links. two_shot is all four launches, two_shot_behind_gemm the three behind a GEMM
-               that has scattered; _norm and _norm_fp8 as the engine launches it
+               the share of the links. two_shot is one launch, two_shot_split four, two_shot_behind_gemm the three
+               behind a GEMM that has scattered; _norm and _norm_fp8 as the engine launches it
   tune         the best algorithm of each size to autotune_cache/ (only if named; one rank a device)
+  two_shot     shapes of two-shot in one launch, 1 to 32 MB (only if named; one rank a device)
   expiry       a rank that never pushes: the status, then recovery; the host's interrupt
   virtual      every algorithm with 2, 4 and 8 ranks on ONE device, in lockstep on its stream, 1 KB to
                1 MB (--virtual: this section alone)
@@ -34,6 +35,7 @@ import torch
 from bench.all_reduce_forms import FORMS, TIMED_FORMS
 from bench.all_reduce_group import Group
 from bench.all_reduce_latency import CALLS, SIZES, floor_us, latency, latency_table, link_rate
+from bench.all_reduce_two_shot import sweep
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
 from engine.runtime.links import describe, probe_links
@@ -45,8 +47,12 @@ TUNED_FORMS = {
     "two_shot": "two_shot_behind_gemm_norm",
     "flag": "flag_split",
 }
-SECTIONS = ("correctness", "latency", "tune", "expiry", "virtual")
-CHECKED_BYTES = {"two_shot": 1 << 18}  # 16 rows, so that every rank owns some; else 16 KB
+SECTIONS = ("correctness", "latency", "tune", "two_shot", "expiry", "virtual")
+ONLY_NAMED = ("tune", "two_shot")
+CHECKED_BYTES = {
+    "two_shot": 1 << 18,
+    "two_shot_split": 1 << 18,
+}  # 16 rows, so that every rank owns some; else 16 KB
 
 
 class Bench:
@@ -266,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds (default 120)")
     parser.add_argument("--calls", type=int, default=100_000, help="checked all-reduces")
     parser.add_argument("--baselines", action="store_true", help="also NCCL and torch symm_mem")
-    every = ",".join(name for name in SECTIONS if name != "tune")
+    every = ",".join(name for name in SECTIONS if name not in ONLY_NAMED)
     parser.add_argument(
         "--sections",
         default=every,
@@ -312,6 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         latency_table(bench, world, list(TIMED_FORMS) if alone else single)
     if "tune" in sections and not bench.late("tune"):
         tune(bench, world)
+    if "two_shot" in sections:
+        sweep(bench, world)
     if "expiry" in sections and not bench.late("expiry"):
         expiry(bench, world)
     if "virtual" in sections:

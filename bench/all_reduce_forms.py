@@ -38,10 +38,13 @@ class Form:
         if self.algorithm != "two_shot":
             return (world - 1) * nbytes
         back = 0.5 if self.fp8 else 1.0  # of 16 bits
-        return (("scatter" in self.phases) + back) * (world - 1) / world * nbytes
+        there = self.fused or "scatter" in self.phases
+        return (there + back) * (world - 1) / world * nbytes
 
     def config(self, world: int, nbytes: int) -> AllReduceConfig:
         """The heuristic's, or the one that it has where it takes this algorithm."""
+        if self.algorithm == "two_shot" and self.fused:
+            return _ONE_LAUNCH
         chosen = heuristic(world, nbytes)
         return chosen if chosen.algorithm == self.algorithm else _ELSEWHERE[self.algorithm]
 
@@ -51,10 +54,12 @@ _ELSEWHERE = {
     "flag": AllReduceConfig("flag"),
     "two_shot": AllReduceConfig("two_shot", programs=264),
 }
-_TWO_SHOT = Form("two_shot", ("scatter", "publish", "reduce", "gather"))
+_ONE_LAUNCH = AllReduceConfig("two_shot", programs=132, portions=2)
+_TWO_SHOT = Form("two_shot", ("all",))
+_SPLIT = replace(_TWO_SHOT, phases=("scatter", "publish", "reduce", "gather"))
 # What an exchange costs behind a GEMM that scattered in its epilogue. The flags are right, the sums are those of what
 # was scattered before: it is timed and never checked.
-_BEHIND_GEMM = replace(_TWO_SHOT, phases=_TWO_SHOT.phases[1:])
+_BEHIND_GEMM = replace(_SPLIT, phases=_SPLIT.phases[1:])
 
 FORMS = {  # whose sums are checked
     "lamport": Form("lamport", ("push", "poll")),
@@ -63,6 +68,7 @@ FORMS = {  # whose sums are checked
     "flag": Form("flag", ("both",)),
     "flag_split": Form("flag", ("publish", "reduce")),
     "two_shot": _TWO_SHOT,
+    "two_shot_split": _SPLIT,
 }
 TIMED_FORMS = {  # with the norm, and with it in 8 bits: what the engine launches
     **FORMS,

@@ -36,6 +36,7 @@ from engine.kernels.two_shot import (
     two_shot_reduce,
     two_shot_scatter,
 )
+from engine.kernels.two_shot_fused import two_shot_all_reduce
 
 POOL = 16  # distinct inputs; a stale slot holds another one's sum
 SPECIAL = (-0.0, 0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40, 3e38, -3e38)
@@ -215,11 +216,16 @@ class Group:
             two_shot_scatter(x.view(rows, -1), m.end, pdl=self.pdl)
         elif phase == "publish":
             two_shot_publish(m.end, pdl=self.pdl)
-        elif phase == "reduce":
-            two_shot_reduce(
+        elif phase in ("reduce", "all"):
+            what = (
                 m.end, None if held is None else held.view(rows, -1), h.view(rows, -1),
-                m.weight if self.how.norm else None, self.status, eps=EPS, fp8=self.how.fp8, **wait,
+                m.weight if self.how.norm else None, self.status,
             )  # fmt: skip
+            wait |= dict(eps=EPS, fp8=self.how.fp8)
+            if phase == "reduce":
+                two_shot_reduce(*what, **wait)
+            else:
+                two_shot_all_reduce(x.view(rows, -1), *what, **wait)
         else:
             two_shot_gather(m.end, rows, self.status, **wait)
 

@@ -86,24 +86,32 @@ def latency(
     bench: Bench, name: str, world: int, nbytes: int, pdl: bool, config: AllReduceConfig | None = None
 ) -> float:  # fmt: skip
     """Median us a call; one row."""
-    calls = CALLS if nbytes <= 1 << 16 else 40 if nbytes <= 1 << 20 else 8
     form = TIMED_FORMS[name]
     config = config or form.config(world, nbytes)
     group = Group(name, world, bench.devices, nbytes, pdl=pdl, config=config)
     group.preload()
+    value = measured(bench, group)
+    part = None
+    if nbytes >= 1 << 20 and world <= len(bench.devices):
+        part = share(form, world, nbytes, value, bench.link[0])
+    if value == value:
+        bench.add("all_reduce_us", value, "us", group, name + ("_pdl" if pdl else ""), share=part)
+    return value
+
+
+def measured(bench: Bench, group: Group) -> float:
+    """Median us a call in a graph; NaN, and a failed check, if a spin expired. The devices' starts are some us apart,
+    which the first call waits for: many calls, also of large messages."""
+    calls = CALLS if group.nbytes <= 1 << 16 else 40
     replay = group.capture(lambda device: calls_of(group, device, calls))
     group.reset()
     times = timed(group, replay, calls)
     status = group.status.tolist()
     if status[0]:
-        bench.check(False, f"{name} x{world} {nbytes} B: spin expired, status {status}")
+        what = f"{group.form} x{group.world} {group.nbytes} B"
+        bench.check(False, f"{what}: spin expired, status {status}")
         return float("nan")
-    value = statistics.median(times)
-    part = None
-    if nbytes >= 1 << 20 and world <= len(bench.devices):
-        part = share(form, world, nbytes, value, bench.link[0])
-    bench.add("all_reduce_us", value, "us", group, name + ("_pdl" if pdl else ""), share=part)
-    return value
+    return statistics.median(times)
 
 
 def latency_table(bench: Bench, world: int, names: list[str], sizes: list[int] = SIZES) -> None:

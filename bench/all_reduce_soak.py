@@ -40,7 +40,7 @@ TENTHS = 10
 LARGEST = 1 << 16  # bytes of a message
 DECAY = 0.02
 ROW = 1024  # elements, of a two-shot message
-SOAKED = ("lamport_own_slot", "two_shot", "flag_split")
+SOAKED = ("lamport_own_slot", "two_shot", "two_shot_split", "flag_split")
 
 
 @dataclass
@@ -171,7 +171,9 @@ def main() -> int:
         "--forms", default=",".join(SOAKED),
         help="comma-separated; the first does --calls, the others a tenth",
     )  # fmt: skip
-    parser.add_argument("--worlds", default="2,4,8", help="virtual ranks on one device; empty: none")
+    parser.add_argument(
+        "--worlds", default="2,4,8", help="virtual ranks on one device; empty: none"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench.all_reduce_soak needs a CUDA device; here is none")
@@ -189,7 +191,12 @@ def main() -> int:
         worlds.append(ranks)
     rows, failed = Rows("all_reduce_soak"), False
     deadline = time.monotonic() + options.time_limit
-    jobs = [(form, world, where) for form in forms for world, where in zip(worlds, deployments)]
+    jobs = [
+        (form, world, where)
+        for form in forms
+        for world, where in zip(worlds, deployments)
+        if len(where) == world or not FORMS[form].fused
+    ]
     for number, (form, world, where) in enumerate(jobs):
         left = deadline - time.monotonic()
         if left <= 0:

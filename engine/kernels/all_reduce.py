@@ -70,6 +70,7 @@ __all__ = [
 # What a tuned entry depends on, and the field along which a near one serves (engine/tune).
 SOURCES = (
     "all_reduce.py", "flag_all_reduce.py", "messages.py", "packed.py", "sync.py", "two_shot.py",
+    "two_shot_row.py",
 )  # fmt: skip
 NEAREST_FIELD = "nbytes"
 ALGORITHMS = ("lamport", "flag", "two_shot", "nccl")
@@ -79,12 +80,13 @@ ALGORITHMS = ("lamport", "flag", "two_shot", "nccl")
 class AllReduceConfig:
     """algorithm: one of ALGORITHMS. block: 16-byte chunks a program handles at a time, a multiple
     of 32 x num_warps (lanes must not be replicated). programs: most programs of a launch. (Two-shot handles a row
-    at a time, in the form of the norm: `programs` alone is its own.)"""
+    at a time, in the form of the norm: `programs` alone is its own, and `portions` of its one launch.)"""
 
     algorithm: str = "lamport"
     block: int = 128
     num_warps: int = 4
     programs: int = 64
+    portions: int = 2
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:

@@ -272,11 +272,12 @@ def wait_flags(address, epoch, peer, status, limit_us, rank, site, slot):
 def release_flag(address, value, mask):
     """st.release.sys of an int32 in the lanes where mask holds.
 
-    Put `tl.debug_barrier()` before it: then it releases the whole program's stores.
+    Put `tl.debug_barrier()` before it: then it releases the whole program's stores. It waits until they have
+    arrived; a warp without a lane to release branches around that and goes on.
     """
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $3, 0;"
-        " @p st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
+        "{ .reg .pred p; setp.eq.u32 p, $3, 0; @p bra SKIP;"
+        " st.release.sys.global.u32 [$1], $2; SKIP: mov.u32 $0, 0; }",
         "=r,l,r,r",
         [address, value, mask.to(tl.int32)],
         dtype=tl.int32,

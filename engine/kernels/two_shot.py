@@ -26,6 +26,7 @@ replays need no host, and compares are by signed difference. One area of each ki
 Ranks that share a device run launch by launch, all ranks before the next launch: publish and scatter never wait,
 reduce waits for publishes only and gather for reduces only, so nothing spins in front of what it waits for. No
 program waits for another of its grid, so grids need not be resident.
+All of it in one launch, for ranks with a device each and partial sums that no GEMM scatters: two_shot_fused.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from engine.kernels.all_reduce import AllReduceConfig
 from engine.kernels.epilogue import shard_rows
 from engine.kernels.integers import next_power_of_2
 from engine.kernels.norm import norm_launch
-from engine.kernels.quantize_rows import FP8, to_e4m3
+from engine.kernels.quantize_rows import FP8
 from engine.kernels.sync import (
     DEFAULT_LIMIT_US,
     gdc_launch_dependents,
@@ -49,8 +50,10 @@ from engine.kernels.sync import (
     release_flag,
     wait_flags,
 )
+from engine.kernels.two_shot_row import MOST_REGISTERS, reduced_row, send_row
 
 MOST_PROGRAMS = 528  # of a reduce: the gather polls as many flags of each rank
+MOST_PORTIONS = 4  # of a program's scatter in the one launch (two_shot_fused.py)
 GATHER_WARPS = 16
 ALIGN = 256
 
@@ -63,8 +66,9 @@ def _aligned(nbytes: int) -> int:
 class TwoShotWorkspace:
     """Layout of one rank's buffer for exchanges of at most rows x hidden 16-bit values.
 
-    int32 flags: [world] publishes, [MOST_PROGRAMS, world] reduces, the epoch; then the partial sums of the own rows
-    [world, S, hidden], y [rows, hidden], its FP8 scales [rows] fp32, and one row of h.
+    int32 flags: [world] publishes, [MOST_PROGRAMS, world] reduces, the epoch; those of the one launch:
+    [MOST_PROGRAMS, MOST_PORTIONS, world] scatters, [MOST_PROGRAMS, world] reduces, [MOST_PROGRAMS] epochs. Then the
+    partial sums of the own rows [world, S, hidden], y [rows, hidden], its FP8 scales [rows] fp32, and one row of h.
     """
 
     world: int
@@ -76,8 +80,25 @@ class TwoShotWorkspace:
         return 4 * self.world * (1 + MOST_PROGRAMS)
 
     @property
+    def scattered_offset(self) -> int:
+        return self.epoch_offset + 4
+
+    @property
+    def reduced_offset(self) -> int:
+        return self.scattered_offset + 4 * MOST_PROGRAMS * MOST_PORTIONS * self.world
+
+    @property
+    def epochs_offset(self) -> int:
+        return self.reduced_offset + 4 * MOST_PROGRAMS * self.world
+
+    @property
+    def flag_bytes(self) -> int:
+        """Flags and epochs."""
+        return self.epochs_offset + 4 * MOST_PROGRAMS
+
+    @property
     def partials_offset(self) -> int:
-        return _aligned(self.epoch_offset + 4)
+        return _aligned(self.flag_bytes)
 
     @property
     def y_offset(self) -> int:
@@ -104,7 +125,7 @@ class TwoShotWorkspace:
 
     def reset(self, buffer: torch.Tensor, epoch: int = 0) -> None:
         """All flags at one epoch: at the start, and on all ranks, all idle, after an aborted call."""
-        buffer[: self.epoch_offset + 4].view(torch.int32).fill_(epoch)
+        buffer[: self.flag_bytes].view(torch.int32).fill_(epoch)
 
 
 @dataclass(frozen=True)
@@ -210,7 +231,6 @@ def reduce_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-    dtype: tl.constexpr = h.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
     thread = tl.arange(0, THREADS)
     peer = thread % WORLD
@@ -225,44 +245,21 @@ def reduce_kernel(
     epoch = tl.load((own + epoch_offset).to(tl.pointer_type(tl.int32)), volatile=True)
     wait_flags(own + peer * 4, epoch, peer, status, limit_us, rank, call_site, 0)
     tl.debug_barrier()  # the acquire above covers every thread's loads
-    message = tl.multiple_of((own + partials).to(tl.pointer_type(dtype)), 16)
-    first, stride = rank * S.to(tl.int64), S.to(tl.int64) * H
+    row_bytes = H.to(tl.int64) * 2
+    first, stride = rank * S.to(tl.int64), S * row_bytes
     mine = tl.minimum(S, T - rank * S)  # may be <= 0: nothing to own
     for local in range(program, mine, programs):
         row = first + local
-        total = tl.zeros((BLOCK,), tl.float32)
-        for r in tl.static_range(WORLD):
-            part = tl.load(message + (r * stride + local * H) + column, mask=inside, other=0.0)
-            total += part.to(tl.float32)
-        if RESIDUAL:
-            total += tl.load(residual + row * H + column, mask=inside, other=0.0).to(tl.float32)
-        total = tl.where(
-            total.to(dtype) == 0.0, 0.0, total
-        )  # -0.0 becomes +0.0, as one-shot has it
-        value = total.to(dtype)
-        tl.store(h + row * H + column, value, mask=inside)
-        y = value
-        if NORM:
-            wide = value.to(tl.float32)
-            rstd = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
-            weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-            y = (wide * rstd * weight).to(dtype)
-        if QUANTIZE:
-            wide = y.to(tl.float32)
-            small, scale = to_e4m3(wide, tl.max(tl.abs(wide), axis=0))
-        for i in tl.static_range(WORLD):
-            base = tl.load(peers + (rank + 1 + i) % WORLD)
-            if QUANTIZE:
-                small_at = (base + y_offset).to(tl.pointer_type(tl.float8e4nv))
-                tl.store(tl.multiple_of(small_at, 16) + row * H + column, small, mask=inside)
-                tl.store((base + scales_offset).to(tl.pointer_type(tl.float32)) + row, scale)
-            else:
-                y_at = (base + y_offset).to(tl.pointer_type(dtype))
-                tl.store(tl.multiple_of(y_at, 16) + row * H + column, y, mask=inside)
-            if LAST:
-                last_at = (base + last_offset).to(tl.pointer_type(dtype))
-                is_last = inside & (row == last_row)
-                tl.store(tl.multiple_of(last_at, 16) + column, value, mask=is_last)
+        message = own + partials + local * row_bytes
+        y, scale = reduced_row(
+            message, message + rank * stride, stride, residual + row * H, h + row * H, gain, peers,
+            last_offset, row == last_row, rank, H, eps, column, inside,
+            WORLD, RESIDUAL, NORM, QUANTIZE, LAST,
+        )  # fmt: skip
+        send_row(
+            peers, y, scale, row, y_offset, scales_offset, rank, H, column, inside, local < mine,
+            WORLD, QUANTIZE,
+        )  # fmt: skip
     tl.debug_barrier()  # the release below covers every thread's stores
     flag = (WORLD + program * WORLD + rank) * 4
     release_flag(target + flag, epoch, thread < WORLD)
@@ -283,13 +280,14 @@ def gather_kernel(
     wait_flags(own + at * 4, epoch, at % WORLD, status, limit_us, rank, call_site, 1)
 
 
-def _programs(rows: int, world: int, config: AllReduceConfig) -> int:
+def programs_of(rows: int, world: int, config: AllReduceConfig) -> int:
+    """Of a reduce, or of the one launch: the same on all ranks."""
     return max(1, min(config.programs, MOST_PROGRAMS, shard_rows(rows, world)))
 
 
 def two_shot_scatter(x: torch.Tensor, end: TwoShotRank, *, pdl: bool = False) -> None:
     """x [T, H] 16-bit contiguous: each row to its owner, which no `epilogue.Scatter` has done."""
-    rows, hidden = _checked(x, end)
+    rows, hidden = checked(x, end)
     scatter_kernel[(rows,)](
         x, end.message(rows), end.far, rows, hidden, shard_rows(rows, end.space.world),
         **norm_launch(hidden), PDL=pdl, launch_pdl=pdl,
@@ -315,17 +313,18 @@ def two_shot_reduce(
     weight [H]: y = rmsnorm(h, weight, eps), without it y = h. fp8: y as e4m3 and a scale a row. request int32 [3]
     (slot, start, length): h of row length - 1 goes to every rank too (`TwoShotRank.last`).
     """
-    rows, hidden = _checked(h, end)
+    rows, hidden = checked(h, end)
     space = end.space
     block = norm_launch(hidden)  # as rmsnorm has it: the same order of sums, the same bits
-    reduce_kernel[(_programs(rows, space.world, config),)](
+    reduce_kernel[(programs_of(rows, space.world, config),)](
         end.peers, end.buffer.data_ptr(), h if residual is None else residual, h,
         h if weight is None else weight, end.peers if request is None else request,
         status.data_ptr(), space.epoch_offset, space.partials_offset, space.y_offset,
         space.scales_offset, space.last_offset, limit_us, end.rank, call_site,
         rows, hidden, shard_rows(rows, space.world), eps,
         WORLD=space.world, **block, THREADS=32 * block["num_warps"], RESIDUAL=residual is not None,
-        NORM=weight is not None, QUANTIZE=fp8, LAST=request is not None, PDL=pdl, launch_pdl=pdl,
+        NORM=weight is not None, QUANTIZE=fp8, LAST=request is not None, PDL=pdl,
+        maxnreg=MOST_REGISTERS, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -335,7 +334,7 @@ def two_shot_gather(
 ) -> None:  # fmt: skip
     """Wait until y [rows, H] of all ranks is in this rank's memory. config: the reduce's."""
     space = end.space
-    flags = space.world * _programs(rows, space.world, config)
+    flags = space.world * programs_of(rows, space.world, config)
     gather_kernel[(1,)](
         end.buffer.data_ptr(), space.epoch_offset, flags, status.data_ptr(), limit_us, end.rank,
         call_site, WORLD=space.world, LANES=max(32 * GATHER_WARPS, next_power_of_2(flags)),
@@ -343,7 +342,7 @@ def two_shot_gather(
     )  # fmt: skip
 
 
-def _checked(x: torch.Tensor, end: TwoShotRank) -> tuple[int, int]:
+def checked(x: torch.Tensor, end: TwoShotRank) -> tuple[int, int]:
     """(rows, hidden); EngineError for what the buffers or the kernels cannot carry."""
     rows, hidden = x.shape
     space = end.space

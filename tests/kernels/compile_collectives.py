@@ -5,7 +5,14 @@ from __future__ import annotations
 
 import json
 
-from engine.kernels import all_reduce, argmax, flag_all_reduce, two_shot
+from engine.kernels import (
+    all_reduce,
+    argmax,
+    flag_all_reduce,
+    two_shot,
+    two_shot_fused,
+    two_shot_row,
+)
 from tests.kernels.compile_sm90 import Report, compile_sm90, exchange_facts
 
 SCALARS = {
@@ -26,6 +33,7 @@ SCALARS = {
 SCALARS |= {name: "i32" for name in ("rows", "parts", "columns", "limit", "id_offset")}
 SCALARS |= {name: "i32" for name in ("T", "H", "S", "flags", "epoch_offset", "partials")}
 SCALARS |= {name: "i32" for name in ("y_offset", "scales_offset", "last_offset")} | {"eps": "fp32"}
+SCALARS |= {name: "i32" for name in ("scattered", "reduced", "epochs")}
 ADDRESSES = {"own": "i64", "status": "i64", "peers": "*i64", "far": "*i64"}
 HALVES = {name: "*bf16" for name in ("x", "residual", "out", "h", "gain", "message")}
 STATE = {"values": "*fp32", "logits": "*fp32", "temperature": "*fp32"}
@@ -36,7 +44,7 @@ STATE |= {
 TYPES = SCALARS | ADDRESSES | HALVES | STATE
 
 
-def check(fn, constexprs: dict, num_warps: int) -> Report:
+def check(fn, constexprs: dict, num_warps: int, **options) -> Report:
     types = {name: TYPES[name] for name in fn.arg_names if name not in constexprs}
     aligned = [name for name in types if types[name].startswith("*") or name in ("columns", "H")]
     return compile_sm90(
@@ -48,6 +56,7 @@ def check(fn, constexprs: dict, num_warps: int) -> Report:
         num_stages=1,
         keep_text=True,
         launch_pdl=True,
+        **options,
     )
 
 
@@ -108,6 +117,13 @@ def forms():
                 dict(**block, THREADS=256, RESIDUAL=True, **on),
                 8,
             )
+            portions = dict(PORTIONS=2, STRIDE=two_shot.MOST_PORTIONS)
+            yield (
+                f"two_shot/all_{name}/{world}",
+                two_shot_fused.two_shot_kernel,
+                dict(**block, THREADS=256, RESIDUAL=True, **portions, **on),
+                8,
+            )
         lanes = dict(WORLD=world, PDL=True, LANES=512 * world // 2)
         yield f"two_shot/gather/{world}", two_shot.gather_kernel, lanes, two_shot.GATHER_WARPS
     partial = dict(BLOCK=1024, REQUEST=False, PDL=True)
@@ -125,7 +141,11 @@ def forms():
 def main() -> None:
     found = {}
     for name, fn, constexprs, warps in forms():
-        found[name] = exchange_facts(check(fn, constexprs, warps), constexprs.get("WORLD", 1))
+        options = {}
+        if name.startswith(("two_shot/reduce", "two_shot/all")):
+            options["maxnreg"] = two_shot_row.MOST_REGISTERS
+        report = check(fn, constexprs, warps, **options)
+        found[name] = exchange_facts(report, constexprs.get("WORLD", 1))
     print(json.dumps(found))
 
 

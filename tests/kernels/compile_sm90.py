@@ -177,11 +177,15 @@ def exchange_facts(report: Report, world: int, vector: str = "[24]") -> dict[str
 
     vector: 32-bit words of the polls and pushes that count, as a pattern."""
     facts = asdict(report)
-    ptx = facts.pop("ptx")
-    del facts["sass"]
+    ptx, sass = facts.pop("ptx"), facts.pop("sass")
     facts["world"] = world
     facts["polls"] = len(re.findall(rf"ld\.relaxed\.sys\.global\.v{vector}\.u32", ptx))
     facts["pushes"] = len(re.findall(rf"st\.relaxed\.sys\.global\.v{vector}\.u32", ptx))
+    facts["releases"] = len(re.findall(r"st\.release\.sys", ptx))
+    facts["fences"] = len(re.findall(r"MEMBAR\S*\.SYS", sass))
+    facts["fences_of_some"] = len(
+        re.findall(r"@!?U?P\d\s+MEMBAR\S*\.SYS", sass)
+    )  # under a predicate
     facts["waits"] = len(re.findall(r"griddepcontrol\.wait", ptx))
     return facts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from bench.all_reduce import SECTIONS, TUNED_FORMS, best_entry, main, tuned_conf
 from bench.all_reduce_forms import FORMS, TIMED_FORMS
 from bench.all_reduce_group import Group
 from bench.all_reduce_latency import SHARE_BYTES, SIZES, link_rate, table
+from bench.all_reduce_two_shot import same_norm, shapes
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
 from engine.tune import choose
@@ -59,7 +61,7 @@ def soaked(form, device, world=2, total=40, seconds=120.0, spoil=None):
     return group, all_reduce_soak.soak(group, total, seconds, calls=2, graphs=2)
 
 
-@pytest.mark.parametrize("form", all_reduce_soak.SOAKED)
+@pytest.mark.parametrize("form", [f for f in all_reduce_soak.SOAKED if not FORMS[f].fused])
 def test_soak_of_random_sizes(form, device):
     world = 2
     group, outcome = soaked(form, device, world)
@@ -112,7 +114,13 @@ def test_sweep_has_more_programs_where_messages_are_large():
         assert all(config.algorithm == algorithm for config in tuned_configs(algorithm, 1 << 20))
 
 
-@pytest.mark.parametrize("form", [name for name in TIMED_FORMS if name not in FORMS])
+def arrived(member):
+    """All flags of the one launch, as if the peers were ahead: ranks take turns here."""
+    flags = slice(member.end.space.scattered_offset, member.end.space.epochs_offset)
+    member.buffer[flags].view(torch.int32).fill_(100)
+
+
+@pytest.mark.parametrize("form", [*(f for f in TIMED_FORMS if f not in FORMS), "two_shot"])
 def test_timed_forms_run(form, device):
     """Several calls of each rank without a GEMM: all flags arrive. y is the norm of what was scattered before."""
     group = small_group(form, device)
@@ -121,10 +129,14 @@ def test_timed_forms_run(form, device):
         m.x.fill_(3.0)
         m.residual.fill_(1.0)
         m.end.y(4).view(torch.uint8).fill_(0xFF)
-        if "scatter" not in how.phases:
+        if "scatter" not in how.phases and not how.fused:
             group.launch(m, 0, "scatter")
     for call in range(3):
-        group.call(call)
+        for m in group.members if how.fused else ():
+            arrived(m)
+            group.launch(m, call, "all")
+        if not how.fused:
+            group.call(call)
     group.synchronize()
     assert group.status[0] == 0
     for m in group.members:
@@ -141,7 +153,7 @@ def test_what_a_form_sends_and_its_share_of_the_links():
     one = 1 << 23
     sent = {name: form.sent_bytes(4, one) / one for name, form in TIMED_FORMS.items()}
     assert sent["lamport"] == sent["flag_split"] == 3
-    assert sent["two_shot"] == sent["two_shot_norm"] == 1.5
+    assert sent["two_shot"] == sent["two_shot_split"] == sent["two_shot_norm"] == 1.5
     assert sent["two_shot_behind_gemm"] == 0.75 and sent["two_shot_norm_fp8"] == 1.125
     assert sent["two_shot_behind_gemm_norm_fp8"] == 0.375
     rate, source = link_rate([torch.device("cpu")])
@@ -152,6 +164,26 @@ def test_what_a_form_sends_and_its_share_of_the_links():
     assert head.split() == ["1", "KB", "8", "MB", "of", "8", "MB", "of", "32", "MB"]
     assert first.split() == ["two_shot+pdl", "-", f"{times['two_shot', True][one]:.2f}", "50%", "-"]
     assert second.split() == ["flag", "4.00", "-", "-", "-"]
+
+
+def test_shapes_of_two_shot_in_one_launch():
+    """512 rows of 8192 on two ranks: 256 each. More programs than rows, or portions than a program's rows, add nothing."""
+    found = {(c.programs, c.portions) for c in shapes(2, 1 << 23)}
+    assert found == {(66, 1), (66, 2), (66, 4), (132, 1), (132, 2), (256, 1)}
+    assert {(c.programs, c.portions) for c in shapes(2, 1 << 20)} == {(32, 1)}
+    assert {c.portions for c in shapes(2, 1 << 25) if c.programs == 528} == {1, 2}
+
+
+@pytest.mark.parametrize("form", ["two_shot_norm", "two_shot_norm_fp8"])
+def test_bits_of_the_norm_are_checked(form, device, monkeypatch):
+    """By four launches here, where ranks take turns."""
+    phases = FORMS["two_shot_split"].phases
+    monkeypatch.setitem(TIMED_FORMS, form, replace(TIMED_FORMS[form], phases=phases))
+    group = small_group(form, device)
+    assert same_norm(group)
+    group.members[1].weight[3] += 0.25
+    monkeypatch.setattr(group, "call", lambda call: None)  # y is that of the call before
+    assert not same_norm(group)
 
 
 def test_each_form_is_timed_in_its_own_shape():

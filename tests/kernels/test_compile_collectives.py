@@ -35,13 +35,23 @@ def test_messages_move_16_bytes_at_a_time(reports):
             assert set(report["global_stores"]) == {"128"}, name
             assert report["global_loads"]["128"] >= 1, name
             assert report["global_loads"].get("32", 0) <= 2, name
-        elif name.startswith(("two_shot/scatter", "two_shot/reduce")):
-            # 32-bit stores: the flag, and a row's FP8 scale to each rank.
+        elif name.startswith(("two_shot/scatter", "two_shot/reduce", "two_shot/all")):
+            # 32-bit stores: the flags (and the epoch), and a row's FP8 scale to each rank.
             scales = report["world"] if "quantize" in name else 0
+            flags = report["releases"] + ("all" in name)
             assert set(report["global_stores"]) <= {"128", "32"}, name
-            assert report["global_stores"].get("32", 0) <= scales + 1, name
+            assert report["global_stores"].get("32", 0) <= scales + flags, name
             assert set(report["global_loads"]) <= {"128", "64", "32"}, name
             assert report["global_loads"]["128"] >= 4, name
+
+
+def test_two_shot_in_one_launch_releases_four_times(reports):
+    """Behind a portion, behind the only one, behind the first row, at the end; each a fence of one warp."""
+    for name, report in reports.items():
+        if name.startswith("two_shot/all"):
+            assert report["releases"] == 4, name
+            spins = 2  # each has a fence on its way out, between its status words
+            assert report["fences"] == report["fences_of_some"] + spins == 4 + spins, name
 
 
 def test_spins_stay_out_of_shared_memory(reports):

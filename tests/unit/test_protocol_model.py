@@ -7,17 +7,20 @@ import pytest
 
 from engine.kernels.slots import clear_slot, lamport_slots
 from tests.unit.protocol_model import (
-    PARTIALS,
     Exchange,
     Machine,
-    Y,
     exhaustive,
     flag_form,
     fused_form,
-    on_streams,
     randomised,
     split_form,
+)
+from tests.unit.protocol_two_shot import (
+    PARTIALS,
+    Y,
+    on_streams,
     two_shot_form,
+    two_shot_fused_form,
 )
 
 
@@ -194,6 +197,23 @@ def test_two_shot_at_random(world, sharing):
         assert randomised(Machine(streams, **WRAP), 25) is None
 
 
+@pytest.mark.parametrize("portions", [1, 2])
+@pytest.mark.parametrize(("sizes", "programs"), [([2, 2], 1), ([1, 2], 1), ([2, 1], 2)])
+def test_two_shot_in_one_launch_exhaustively(sizes, programs, portions):
+    machine = Machine(two_shot_fused_form(sizes, 2, portions, programs), **WRAP)
+    assert exhaustive(machine, 1_500_000) is None
+
+
+@pytest.mark.parametrize(("world", "runs"), [(2, 60), (3, 25), (4, 10)])
+def test_two_shot_in_one_launch_at_random(world, runs):
+    """Calls of different sizes behind each other, programs without a row in some; and between the four launches."""
+    for sizes in ([3, 3, 3], [1, 4, 2, 1], [4, 1, 3]):
+        for portions, programs in ((1, 1), (2, 1), (2, 2), (3, 2)):
+            for split in ((), (0,), (1,)):
+                form = two_shot_fused_form(sizes, world, portions, programs, split=split)
+                assert randomised(Machine(form, **WRAP), runs // 6 + 1) is None
+
+
 # ---- known-bad variants: each must be caught, or the model proves nothing
 
 
@@ -316,6 +336,29 @@ def test_flag_barrier_with_one_data_buffer():
 def test_broken_two_shot(area, variant, world):
     found = caught(two_shot_form(4, world, **variant), **WRAP)
     assert found.startswith("stale") and f"in area {area}" in found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("areas", "variant"),
+    [
+        ((PARTIALS, Y), dict(read_waits=False)),
+        ((PARTIALS, Y), dict(last_waits=False)),
+        ((PARTIALS,), dict(all_portions=False)),
+        ((PARTIALS,), dict(scatter_first=False)),
+        ((Y,), dict(sum_first=False)),
+    ],
+    ids=["no wait for readers", "no second wait", "first portion only", "early flag", "early y"],
+)
+def test_broken_two_shot_in_one_launch(areas, variant, world):
+    found = caught(two_shot_fused_form([3, 3, 3], world, 3, **variant), **WRAP)
+    assert found.startswith("stale") and any(f"in area {area}" in found for area in areas), found
+
+
+def test_two_shot_in_one_launch_for_two_ranks_of_a_device():
+    """One spins in front of the launch that it waits for."""
+    streams = on_streams(two_shot_fused_form([1, 1], 2), 2)
+    assert randomised(Machine(streams, **WRAP), 3) is not None
 
 
 def test_two_shot_with_an_absolute_compare():
