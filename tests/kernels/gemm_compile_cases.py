@@ -49,6 +49,7 @@ def compile_gemm(
             SWAP=config.swap, SPLIT=config.split_k, TMA=tma, EPILOGUE=EPILOGUE[epilogue],
             HAS_SCALE=fp8, HAS_BIAS=epilogue == "store", FP8=fp8,
             DTYPE=tl.bfloat16 if act == "bf16" else tl.float16, PDL=True,
+            TAIL=config.tail, WAVE=config.wave,
         ),
         aligned=aligned, num_warps=config.warps, num_stages=config.stages, keep_text=True,
     )  # fmt: skip
@@ -101,6 +102,7 @@ def _compile_w8a8(config: GemmConfig, epilogue: str, act: str, tma: bool) -> Rep
             BT=config.block_t, BN=config.block_n, BK=config.block_k, GROUP=config.group,
             SPLIT=config.split_k, TMA=tma, EPILOGUE=EPILOGUE[epilogue],
             HAS_BIAS=epilogue == "store", PROMOTE=config.promote, PDL=True,
+            TAIL=config.tail, WAVE=config.wave,
         ),
         aligned=list(pointers) if tma else [*operands, *pointers], num_warps=config.warps,
         num_stages=config.stages, keep_text=True,
