@@ -269,7 +269,8 @@ def short(config: op.GemmConfig | None) -> str:
     text = f"{config.block_t}x{config.block_n}x{config.block_k} w{config.warps} s{config.stages}"
     text += " async" * (config.kernel == "async") + " w8a8" * (config.kernel == op.W8A8)
     text += " promoted" * config.promote
-    return text + " swap" * config.swap + f" split{config.split_k}" * (config.split_k > 1)
+    text += " swap" * config.swap + f" split{config.split_k}" * (config.split_k > 1)
+    return text + f" tail{config.tail}" * (config.tail > 1)
 
 
 def promoted(case: Case) -> list[op.GemmConfig]:
