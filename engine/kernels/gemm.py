@@ -3,14 +3,16 @@
 Store, Residual, SiluMul or Scatter. x is bf16 or fp16, w the same or float8_e4m3fn (converted tile by tile,
 exact, so FP8 runs on the 16-bit tensor cores: W8A16), accumulation fp32. T is the prefill bucket,
 16 to 8192 rows; rows past the request are computed like the others and never change a real row's
-bits. Two buckets of one configuration give a row the same bits too, except with `tail` > 1: which tiles are
-split over K depends on T, so their rows differ by the order of fp32 sums. Launches of one T always agree.
+bits. Two buckets of one configuration give a row the same bits too, except with `tail` > 1: which
+tiles are split over K then depends on T, so that the same row may differ by the order of its fp32
+sums. Launches of one T agree bit by bit.
 
 x may also be e4m3 with an fp32 scale a row, beside an FP8 w: then the products are FP8 too (W8A8).
 
 Four kernels: gemm_kernel.py (Triton; also the interpreter's), gemm_async.py (Gluon, FP8 weights),
 gemm_fp8.py (W8A8) and the library's GEMM. gemm_tile.py: what the first three share on the device;
-gemm_tail.py: the split of a part-filled last wave (the Triton kernels); gemm_config.py: configurations, the heuristic and what a launch takes.
+gemm_tail.py: a part-filled last wave split over K (the Triton kernels); gemm_config.py:
+configurations, the heuristic and what a launch takes.
 
 N x K per rank (7B | 72B):
             TP 1            TP 2          TP 1            TP 2          TP 4          TP 8
@@ -119,7 +121,8 @@ def gemm(
     [N]; bias [N]. Or x and w float8_e4m3fn with x_scale fp32 [T]: y = (x @ w^T) * x_scale * scale.
     Epilogue: Store, Residual, SiluMul or Scatter; outputs have unit stride along N.
     A configuration for the other kind of x is replaced by the heuristic's.
-    Without a workspace a split-K or tail configuration runs unsplit, and cuBLAS + SiluMul runs on Triton.
+    Without a workspace a split-K or tail configuration runs unsplit, and cuBLAS + SiluMul runs on
+    Triton.
     "async" runs on Triton too where it cannot (16-bit weights, rows not 16-byte aligned, the
     interpreter). Raises EngineError for an epilogue, a dtype or a shape it does not do.
     """

@@ -15,7 +15,8 @@ and w to e4m3 costs 3.7 % RMS (2.6 % each), so plain sums ship; `promote` adds t
 each block of K (128) in fp32 registers (0.02 %), which needs a second accumulator and a wait for
 every block, and so at most 128 x 128 tiles.
 
-Rows past the request are computed like the others and never change a real row's bits.
+Rows past the request are computed like the others and never change a real row's bits; what a `tail`
+changes across buckets: gemm.py.
 """
 
 from __future__ import annotations
