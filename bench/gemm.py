@@ -235,6 +235,15 @@ def measure(case: Case, good: set[Variant], pool: Pool, rows: Rows, device: str)
     us, config = timed[0]
     if case.w8a8:
         print(f"  {short(config)}: {us:.1f} us, relative RMS error {errors[config]:.2e}")
+    split, whole = (
+        next((item for item in timed if (item[1].tail > 1) is wished), None)
+        for wished in (True, False)
+    )
+    if split and whole:
+        print(
+            f"  last wave split: {short(split[1])} {split[0]:.1f} us, error {errors[split[1]]:.1e}; "
+            f"not: {short(whole[1])} {whole[0]:.1f} us ({whole[0] / split[0] - 1:+.1%})"
+        )
     heuristic_us = next((u for u, c in timed if c == wanted[-1]), float("nan"))
     triton_us, triton_config = next(
         ((u, c) for u, c in timed if c.kernel != "cublas"), (float("nan"), None)
@@ -269,7 +278,8 @@ def short(config: op.GemmConfig | None) -> str:
     text = f"{config.block_t}x{config.block_n}x{config.block_k} w{config.warps} s{config.stages}"
     text += " async" * (config.kernel == "async") + " w8a8" * (config.kernel == op.W8A8)
     text += " promoted" * config.promote
-    return text + " swap" * config.swap + f" split{config.split_k}" * (config.split_k > 1)
+    text += " swap" * config.swap + f" split{config.split_k}" * (config.split_k > 1)
+    return text + f" tail{config.tail}" * (config.tail > 1)
 
 
 def promoted(case: Case) -> list[op.GemmConfig]:

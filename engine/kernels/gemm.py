@@ -3,13 +3,16 @@
 Store, Residual, SiluMul or Scatter. x is bf16 or fp16, w the same or float8_e4m3fn (converted tile by tile,
 exact, so FP8 runs on the 16-bit tensor cores: W8A16), accumulation fp32. T is the prefill bucket,
 16 to 8192 rows; rows past the request are computed like the others and never change a real row's
-bits.
+bits. Two buckets of one configuration give a row the same bits too, except with `tail` > 1: which
+tiles are split over K then depends on T, so that the same row may differ by the order of its fp32
+sums. Launches of one T agree bit by bit.
 
 x may also be e4m3 with an fp32 scale a row, beside an FP8 w: then the products are FP8 too (W8A8).
 
 Four kernels: gemm_kernel.py (Triton; also the interpreter's), gemm_async.py (Gluon, FP8 weights),
 gemm_fp8.py (W8A8) and the library's GEMM. gemm_tile.py: what the first three share on the device;
-gemm_config.py: configurations, the heuristic and what a launch takes.
+gemm_tail.py: a part-filled last wave split over K (the Triton kernels); gemm_config.py:
+configurations, the heuristic and what a launch takes.
 
 N x K per rank (7B | 72B):
             TP 1            TP 2          TP 1            TP 2          TP 4          TP 8
@@ -46,15 +49,15 @@ from engine.kernels.gemm_config import (
     GemmConfig,
     Operands,
     heuristic,
+    settle,
     workspace_sizes,
 )
-from engine.kernels.integers import cdiv
 from engine.kernels.silu import silu_mul
 from engine.kernels.sync import INTERPRET
 
 KEY_FIELDS = ("t", "n", "k", "weight_dtype")
 NEAREST_FIELD = "t"  # every configuration is valid at every T
-SOURCES = ("gemm_tile.py", "gemm_kernel.py", "gemm_async.py", "gemm_fp8.py")
+SOURCES = ("gemm_tile.py", "gemm_tail.py", "gemm_kernel.py", "gemm_async.py", "gemm_fp8.py")
 
 __all__ = [
     "KEY_FIELDS",
@@ -79,7 +82,7 @@ __all__ = [
 class GemmWorkspace:
     """Preallocated scratch, shared by all GEMM calls of one rank's stream (never by two streams).
 
-    partials: fp32, split-K tiles; tickets: int32, zero between calls; scratch: 16-bit, [T, N]
+    partials: fp32, parts of split tiles; tickets: int32, zero between calls; scratch: 16-bit, [T, N]
     gate/up pairs of the cuBLAS route.
     """
 
@@ -118,7 +121,8 @@ def gemm(
     [N]; bias [N]. Or x and w float8_e4m3fn with x_scale fp32 [T]: y = (x @ w^T) * x_scale * scale.
     Epilogue: Store, Residual, SiluMul or Scatter; outputs have unit stride along N.
     A configuration for the other kind of x is replaced by the heuristic's.
-    Without a workspace a split-K configuration runs unsplit, and cuBLAS + SiluMul runs on Triton.
+    Without a workspace a split-K or tail configuration runs unsplit, and cuBLAS + SiluMul runs on
+    Triton.
     "async" runs on Triton too where it cannot (16-bit weights, rows not 16-byte aligned, the
     interpreter). Raises EngineError for an epilogue, a dtype or a shape it does not do.
     """
@@ -136,23 +140,23 @@ def gemm(
         config = heuristic(t, n, k, w.dtype)
         if isinstance(epilogue, Scatter):  # the workspace is sized for the chosen configuration
             config = replace(config, split_k=1)
-    split = 1 if workspace is None else min(config.split_k, cdiv(k, config.block_k))
-    if workspace is not None and split > 1:
-        need = workspace_sizes(config, t, n, type(epilogue))
+    tma = config.tma and _tma_able(x) and _tma_able(w)
+    asynchronous = (
+        config.kernel == "async" and tma and w.dtype == FP8 and scale is not None and not INTERPRET
+    )
+    if asynchronous:
+        config = replace(config, tail=1)
+    settled = replace(settle(config, t, n, k, workspace is not None), tma=tma)
+    if workspace is not None:
+        need = workspace_sizes(settled, t, n, type(epilogue))
         if workspace.partials.numel() < need[0] or workspace.tickets.numel() < need[1]:
             raise EngineError(
                 f"gemm: workspace of {workspace.partials.numel()} partials and "
-                f"{workspace.tickets.numel()} tickets; {config} at T={t} N={n} needs {need[:2]}"
+                f"{workspace.tickets.numel()} tickets; {settled} at T={t} N={n} needs {need[:2]}"
             )
-    tma = config.tma and _tma_able(x) and _tma_able(w)
-    settled = config
-    if (split, tma) != (config.split_k, config.tma):
-        settled = replace(config, split_k=split, tma=tma)
     if x.dtype == FP8:
         gemm_fp8.launch(call, settled, pdl)
-    elif (
-        config.kernel == "async" and tma and w.dtype == FP8 and scale is not None and not INTERPRET
-    ):
+    elif asynchronous:
         gemm_async.launch(call, settled, pdl)
     else:
         gemm_kernel.launch(call, settled, pdl)

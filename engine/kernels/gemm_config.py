@@ -6,7 +6,7 @@ Plain data and arithmetic, no kernels. Formula, shapes and roof: gemm.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ W8A8 = "w8a8"  # weight_dtype of a key whose x is FP8 as well, and the kernel th
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One way to run the GEMM. Powers of two except `stages` and `split_k`."""
+    """One way to run the GEMM. Powers of two except `stages`, `split_k`, `tail` and `wave`."""
 
     kernel: str = (
         "triton"  # or "async" (FP8 weights), "w8a8" (FP8 weights and x), "cublas" (16-bit weights)
@@ -38,6 +38,8 @@ class GemmConfig:
     group: int = 8  # token tiles that run next to each other on one weight tile
     tma: bool = True  # tensor-memory-accelerator loads where alignment allows
     promote: bool = False  # "w8a8": blocks of K summed in fp32, not by the tensor cores' 14 bits
+    tail: int = 1  # parts of each tile behind the last whole wave; > 1: no split_k, a workspace
+    wave: int = 0  # programs that run at once, for `tail` > 1
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,30 @@ class Operands:
         )  # fmt: skip
 
     def grid(self, config: GemmConfig) -> tuple[int]:
-        """Tiles of T x tiles of N x parts of K."""
+        """Tiles of T x tiles of N x parts of K; a tail's programs in place of its tiles."""
         t, n, _ = self.sizes
-        return (cdiv(t, config.block_t) * cdiv(n, config.block_n) * config.split_k,)
+        rest, programs = tail_of(config, t, n)
+        tiles = cdiv(t, config.block_t) * cdiv(n, config.block_n)
+        return (tiles * config.split_k - rest + programs,)
+
+
+def tail_of(config: GemmConfig, t: int, n: int) -> tuple[int, int]:
+    """(tiles behind the last whole wave, programs that share them); (0, 0) where none is split."""
+    if config.tail == 1 or config.wave == 0 or config.split_k > 1:
+        return 0, 0
+    rest = cdiv(t, config.block_t) * cdiv(n, config.block_n) % config.wave
+    return rest, min(rest * config.tail, config.wave)
+
+
+def settle(config: GemmConfig, t: int, n: int, k: int, splits: bool) -> GemmConfig:
+    """The configuration as it runs on one shape: no part without a block of K, no tail where waves are
+    whole; splits: whether there is a workspace to meet in."""
+    blocks = cdiv(k, config.block_k)
+    split = min(config.split_k, blocks) if splits else 1
+    tail = min(config.tail, blocks) if splits and config.split_k == 1 else 1
+    if tail > 1 and tail_of(config, t, n)[0]:
+        return replace(config, tail=tail)
+    return replace(config, split_k=split, tail=1, wave=0)
 
 
 def workspace_sizes(config: GemmConfig, t: int, n: int, epilogue: type) -> tuple[int, int, int]:
@@ -114,10 +137,12 @@ def workspace_sizes(config: GemmConfig, t: int, n: int, epilogue: type) -> tuple
     over calls."""
     if config.kernel == "cublas":
         return 0, 0, t * n if epilogue is SiluMul else 0
+    tile = config.block_t * config.block_n
     if config.split_k == 1:
-        return 0, 0, 0
+        rest, programs = tail_of(config, t, n)
+        return max(0, rest + programs - 1) * tile, rest, 0
     tiles = cdiv(t, config.block_t) * cdiv(n, config.block_n)
-    return tiles * config.split_k * config.block_t * config.block_n, tiles, 0
+    return tiles * config.split_k * tile, tiles, 0
 
 
 def heuristic(

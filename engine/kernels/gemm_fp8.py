@@ -15,7 +15,8 @@ and w to e4m3 costs 3.7 % RMS (2.6 % each), so plain sums ship; `promote` adds t
 each block of K (128) in fp32 registers (0.02 %), which needs a second accumulator and a wait for
 every block, and so at most 128 x 128 tiles.
 
-Rows past the request are computed like the others and never change a real row's bits.
+Rows past the request are computed like the others and never change a real row's bits; what a `tail`
+changes across buckets: gemm.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gemm_config import GemmConfig, Operands
+from engine.kernels.gemm_tail import blocks_of_tile, finish_part, range_of_program
 from engine.kernels.gemm_tile import (
     SILU_MUL,
     add_parts,
@@ -33,6 +35,7 @@ from engine.kernels.gemm_tile import (
     leave_part,
     load_tile,
     part_address,
+    place_of_tile,
     tile_of_program,
 )
 from engine.kernels.sync import INTERPRET, gdc_launch_dependents, gdc_wait
@@ -74,39 +77,74 @@ def _finish(
 
 
 @triton.jit
+def _products(
+    x, w, tile_t, tile_n, first, last, T, N, K, x_stride, w_stride,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    """Blocks first..last-1 of K of one tile, fp32 [BT, BN], without the scales."""
+    acc = tl.full([BT, BN], 0.0, tl.float32)
+    for block in range(first, last):
+        weights = load_tile(w, tile_n * BN, block * BK, N, K, w_stride, BN, BK, TMA)
+        tokens = load_tile(x, tile_t * BT, block * BK, T, K, x_stride, BT, BK, TMA)
+        acc = _dot_fp8(tokens, weights.T, acc, PROMOTE)
+    return acc
+
+
+@triton.jit
 def gemm_fp8_kernel(
     x, w, out, residual, x_scale, scale, bias, partials, tickets,
     T, N, K, x_stride, w_stride, out_stride, res_stride,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SPLIT: tl.constexpr, TMA: tl.constexpr, EPILOGUE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PROMOTE: tl.constexpr, PDL: tl.constexpr,
+    PROMOTE: tl.constexpr, PDL: tl.constexpr, TAIL: tl.constexpr, WAVE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of T x tiles of N x SPLIT, one dimension."""
+    """Grid: tiles of T x tiles of N x SPLIT, one dimension; TAIL > 1: gemm_tail.py's."""
     if PDL:
         gdc_launch_dependents()
-    tile, part, tile_t, tile_n = tile_of_program(T, N, BT, BN, GROUP)
-    first, last = k_blocks(part, K, BK, SPLIT)
-    acc = tl.full([BT, BN], 0.0, tl.float32)
-    if PDL:
-        gdc_wait()
-    for block in range(first, last):
-        weights = load_tile(w, tile_n * BN, block * BK, N, K, w_stride, BN, BK, TMA)
-        tokens = load_tile(x, tile_t * BT, block * BK, T, K, x_stride, BT, BK, TMA)
-        acc = _dot_fp8(tokens, weights.T, acc, PROMOTE)
-
-    if SPLIT == 1:
-        _finish(
-            acc, out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
-            BT, BN, EPILOGUE, HAS_BIAS,
-        )  # fmt: skip
-    else:
-        mine = part_address(partials, tile, BT, BN, SPLIT, False)
-        if leave_part(mine, acc, part, tickets, tile, BT * BN) == SPLIT - 1:
-            total = add_parts(mine, tickets, tile, BT * BN, SPLIT)
+    if TAIL == 1:
+        tile, part, tile_t, tile_n = tile_of_program(T, N, BT, BN, GROUP)
+        first, last = k_blocks(part, K, BK, SPLIT)
+        if PDL:
+            gdc_wait()
+        acc = _products(
+            x, w, tile_t, tile_n, first, last, T, N, K, x_stride, w_stride, BT, BN, BK, TMA, PROMOTE
+        )
+        if SPLIT == 1:
             _finish(
-                total, out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride,
+                acc, out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride,
                 res_stride, BT, BN, EPILOGUE, HAS_BIAS,
             )  # fmt: skip
+        else:
+            mine = part_address(partials, tile, BT, BN, SPLIT, False)
+            if leave_part(mine, acc, part, tickets, tile, BT * BN) == SPLIT - 1:
+                total = add_parts(mine, tickets, tile, BT * BN, SPLIT)
+                _finish(
+                    total, out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride,
+                    res_stride, BT, BN, EPILOGUE, HAS_BIAS,
+                )  # fmt: skip
+    else:
+        blocks = tl.cdiv(K, BK)
+        begin, end = range_of_program(T, N, blocks, BT, BN, TAIL, WAVE)
+        if PDL:
+            gdc_wait()
+        for tile in range(begin // blocks, tl.cdiv(end, blocks)):
+            tile_t, tile_n = place_of_tile(tile, T, N, BT, BN, GROUP)
+            first, last = blocks_of_tile(tile, begin, end, blocks)
+            acc = _products(
+                x, w, tile_t, tile_n, first, last, T, N, K, x_stride, w_stride, BT, BN, BK, TMA,
+                PROMOTE,
+            )  # fmt: skip
+            if last - first == blocks:
+                _finish(
+                    acc, out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride,
+                    res_stride, BT, BN, EPILOGUE, HAS_BIAS,
+                )  # fmt: skip
+            else:
+                finish_part(
+                    acc, partials, tickets, tile, blocks, out, residual, x_scale, scale, bias,
+                    tile_t, tile_n, T, N, out_stride, res_stride, BT, BN, False, EPILOGUE, True,
+                    True, HAS_BIAS, TAIL, WAVE,
+                )  # fmt: skip
 
 
 def launch(call: Operands, config: GemmConfig, pdl: bool) -> None:
@@ -114,5 +152,5 @@ def launch(call: Operands, config: GemmConfig, pdl: bool) -> None:
     gemm_fp8_kernel[call.grid(config)](
         *call.operands(config), *call.pointers("x_scale", "scale", "bias", "partials", "tickets"),
         *call.sizes, *call.strides(), **call.constants(config, pdl), TMA=config.tma,
-        PROMOTE=config.promote, num_stages=config.stages,
+        PROMOTE=config.promote, TAIL=config.tail, WAVE=config.wave, num_stages=config.stages,
     )  # fmt: skip

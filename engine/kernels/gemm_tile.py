@@ -157,21 +157,28 @@ def finish_tile(
 
 @triton.jit
 def tile_of_program(T, N, BT: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """(tile, its split-K part, tile_t, tile_n) of this program; grid: tiles of T x tiles of N x SPLIT.
+    """(tile, its split-K part, tile_t, tile_n) of this program; grid: tiles of T x tiles of N x SPLIT."""
+    tiles = tl.cdiv(T, BT) * tl.cdiv(N, BN)
+    tile = tl.program_id(0) % tiles
+    part = tl.program_id(0) // tiles
+    tile_t, tile_n = place_of_tile(tile, T, N, BT, BN, GROUP)
+    return tile, part, tile_t, tile_n
+
+
+@triton.jit
+def place_of_tile(tile, T, N, BT: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """(tile_t, tile_n) of the tile-th tile.
 
     Neighbouring programs share a weight tile: up to GROUP token tiles of one weight tile, then the
     next. Weights then come from HBM once for every GROUP * BT tokens, and x stays in L2.
     """
     tiles_t = tl.cdiv(T, BT)
     tiles_n = tl.cdiv(N, BN)
-    tiles = tiles_t * tiles_n
-    tile = tl.program_id(0) % tiles
-    part = tl.program_id(0) // tiles
     group = tile // (GROUP * tiles_n)
     group_rows = min(tiles_t - group * GROUP, GROUP)
     tile_t = group * GROUP + tile % (GROUP * tiles_n) % group_rows
     tile_n = tile % (GROUP * tiles_n) // group_rows
-    return tile, part, tile_t, tile_n
+    return tile_t, tile_n
 
 
 @triton.jit
@@ -203,6 +210,12 @@ def part_address(
 def leave_part(mine, acc, part, tickets, tile, SIZE: tl.constexpr):
     """Store this part's fp32 tile; how many parts came before it."""
     tl.store(mine + part * SIZE, acc)
+    return leave_ticket(tickets, tile)
+
+
+@triton.jit
+def leave_ticket(tickets, tile):
+    """How many parts of a tile came before this one, which has just been stored."""
     tl.debug_barrier()  # every thread's part is written before one thread takes the ticket
     return tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu")
 

@@ -16,6 +16,12 @@ import triton
 from engine.kernels.gemm import W8A8, GemmConfig
 
 SHARED_MEMORY = 227 * 1024  # bytes a program may use on an H100 or H200
+TAIL_FILL = 0.8  # of the last wave: above, what a split gains is less than what its sums cost
+# (block_t, block_n, block_k, stages) of large tiles that win where waves are whole.
+TAILED = {
+    (256, 128, 64, 4), (128, 256, 64, 4), (128, 128, 64, 3),
+    (128, 256, 128, 4), (128, 256, 128, 3), (256, 128, 128, 4), (128, 128, 128, 3),
+}  # fmt: skip
 _FP8 = ("fp8", torch.float8_e4m3fn)
 
 
@@ -37,6 +43,8 @@ def candidates(
             continue
         for split in _splits(config, t, n, k, sm_count):
             found[replace(config, split_k=split)] = None
+        if config.kernel == W8A8 or not fp8:
+            found.update(dict.fromkeys(_tails(config, t, n, k, sm_count, fp8)))
     return list(found)
 
 
@@ -126,7 +134,7 @@ def _splits(config: GemmConfig, t: int, n: int, k: int, sm_count: int) -> Iterat
     The last program holds two tiles, so only those of at most 64 accumulators a thread are split.
     """
     yield 1
-    if config.block_t * config.block_n > 64 * 32 * config.warps:
+    if _large_tile(config):
         return
     tiles = triton.cdiv(t, config.block_t) * triton.cdiv(n, config.block_n)
     blocks = triton.cdiv(k, config.block_k)
@@ -139,3 +147,25 @@ def _splits(config: GemmConfig, t: int, n: int, k: int, sm_count: int) -> Iterat
         and blocks // split >= 8
     ]
     yield from useful[:2]
+
+
+def _tails(
+    config: GemmConfig, t: int, n: int, k: int, sm_count: int, fp8: bool
+) -> Iterator[GemmConfig]:
+    """A large tile with its last wave split over K, where that is filled to less than TAIL_FILL: as many parts
+    as one wave holds, of 8 blocks of K at least."""
+    shape = config.block_t, config.block_n, config.block_k, config.stages
+    tiles_t, blocks = triton.cdiv(t, config.block_t), triton.cdiv(k, config.block_k)
+    same = config.group > 8 and tiles_t <= 8  # the order of tiles of a group of 8
+    if not _large_tile(config) or shape not in TAILED or same or config.block_t >= 2 * t:
+        return
+    # More than 128 registers a thread: 8 warps are a program of a multiprocessor or two.
+    wave = sm_count * min(8 // config.warps, SHARED_MEMORY // shared_bytes(config, fp8))
+    rest = tiles_t * triton.cdiv(n, config.block_n) % wave
+    if 0 < rest < TAIL_FILL * wave and blocks >= 16:
+        yield replace(config, tail=max(2, min(8, wave // rest, blocks // 8)), wave=wave)
+
+
+def _large_tile(config: GemmConfig) -> bool:
+    """More than 64 accumulators a thread."""
+    return config.block_t * config.block_n > 64 * 32 * config.warps

@@ -7,6 +7,7 @@ instructions.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import asdict, replace
@@ -49,6 +50,7 @@ def compile_gemm(
             SWAP=config.swap, SPLIT=config.split_k, TMA=tma, EPILOGUE=EPILOGUE[epilogue],
             HAS_SCALE=fp8, HAS_BIAS=epilogue == "store", FP8=fp8,
             DTYPE=tl.bfloat16 if act == "bf16" else tl.float16, PDL=True,
+            TAIL=config.tail, WAVE=config.wave,
         ),
         aligned=aligned, num_warps=config.warps, num_stages=config.stages, keep_text=True,
     )  # fmt: skip
@@ -101,6 +103,7 @@ def _compile_w8a8(config: GemmConfig, epilogue: str, act: str, tma: bool) -> Rep
             BT=config.block_t, BN=config.block_n, BK=config.block_k, GROUP=config.group,
             SPLIT=config.split_k, TMA=tma, EPILOGUE=EPILOGUE[epilogue],
             HAS_BIAS=epilogue == "store", PROMOTE=config.promote, PDL=True,
+            TAIL=config.tail, WAVE=config.wave,
         ),
         aligned=list(pointers) if tma else [*operands, *pointers], num_warps=config.warps,
         num_stages=config.stages, keep_text=True,
@@ -155,14 +158,22 @@ def cases() -> dict[str, dict]:
                 else []
             )
             for config in (heuristic(t, n, k, kind), *space):
-                if config.kernel != "cublas":
+                if config.kernel != "cublas" and config.tail == 1:
                     wanted[(config, epilogue, fp8, "bf16", True)] = {}
     shapes = {(c.block_t, c.block_n, c.block_k, c.warps, c.stages, c.split_k): c
               for t, n, k in ((2048, 29568, 8192), (512, 4608, 3584))
-              for c in (*gemm_space.candidates(t, n, k, "w8a8"), heuristic(t, n, k, "w8a8"))}  # fmt: skip
+              for c in (*gemm_space.candidates(t, n, k, "w8a8"), heuristic(t, n, k, "w8a8"))
+              if c.tail == 1}  # fmt: skip
     for config in shapes.values():
         for epilogue in ("store", "residual", "silu_mul"):
             wanted[(config, epilogue, True, "bf16", True)] = {}
+    # The last wave split over K: 2 parts, the code of up to 4, and 8, which are summed in two turns.
+    for kind in ("bf16", "w8a8"):
+        tails = [c for c in gemm_space.candidates(512, 37888, 3584, kind) if c.tail > 1]
+        for config, epilogue in itertools.product(tails, EPILOGUE):
+            wanted[(config, epilogue, kind == "w8a8", "bf16", True)] = {}
+        for epilogue in ("residual", "silu_mul"):
+            wanted[(replace(tails[0], tail=8), epilogue, kind == "w8a8", "bf16", True)] = {}
     square = GemmConfig("w8a8", block_k=128, warps=8, stages=3)
     wanted[(replace(square, promote=True), "residual", True, "bf16", True)] = {}
     wanted[(square, "silu_mul", True, "fp16", True)] = {}

@@ -12,7 +12,8 @@ import json
 import torch
 import triton
 
-from engine.kernels.gemm import GemmConfig, linear_ref
+from engine.kernels.gemm import GemmConfig, Store, linear_ref, workspace_sizes
+from engine.kernels.gemm_config import tail_of
 from engine.kernels.silu import silu_mul_ref
 from tests.kernels.gemm_compile_cases import compile_gemm
 from tests.kernels.ptx_hopper import TensorMap, launch
@@ -47,8 +48,10 @@ def error(
     want = {"store": y, "residual": residual.double() + y, "silu_mul": silu_mul_ref(y)}[epilogue]
     bt, bn, bk = config.block_t, config.block_n, config.block_k
     tiles = triton.cdiv(t, bt) * triton.cdiv(n, bn)
-    partials = torch.full((tiles * config.split_k * bt * bn,), float("nan"))
-    tickets = torch.zeros(tiles, dtype=torch.int32)
+    partials, tickets, _ = workspace_sizes(config, t, n, Store)
+    partials = torch.full((max(1, partials),), float("nan"))
+    tickets = torch.zeros(max(1, tickets), dtype=torch.int32)
+    rest, programs = tail_of(config, t, n)
     report = compile_gemm(config, fp8=fp8, epilogue=epilogue, act=act)
     strides = [out.stride(0), residual.stride(0)]
     scales = [x_scale, scale] if w8a8 else [scale]
@@ -60,7 +63,7 @@ def error(
     # does.
     rewrites = fp8 and config.swap and config.kernel == "triton"
     launch(
-        report.ptx, tiles * config.split_k, report.shared_bytes,
+        report.ptx, tiles * config.split_k - rest + programs, report.shared_bytes,
         [*maps, out, residual, *scales, bias, partials, tickets, t, n, k, *strides],
         early=early, lazy=not rewrites,
     )  # fmt: skip
@@ -73,22 +76,25 @@ def _async(bt: int, bn: int, bk: int, warps: int, stages: int, split: int = 1) -
     return GemmConfig("async", bt, bn, bk, warps, stages, swap=True, split_k=split, group=2)
 
 
-def _plain(bt: int, bn: int, bk: int, warps: int, swap: bool, split: int = 1) -> GemmConfig:
-    return GemmConfig("triton", bt, bn, bk, warps, 3, swap=swap, split_k=split, group=2)
+def _plain(bt: int, bn: int, bk: int, warps: int, swap: bool, **rest: int) -> GemmConfig:
+    return GemmConfig("triton", bt, bn, bk, warps, 3, swap=swap, group=2, **rest)
 
 
-def _w8a8(
-    bt: int, bn: int, bk: int, warps: int, stages: int, split: int = 1, promote: bool = False
-) -> GemmConfig:
-    return GemmConfig("w8a8", bt, bn, bk, warps, stages, split_k=split, group=2, promote=promote)
+def _w8a8(bt: int, bn: int, bk: int, warps: int, stages: int, **rest: int) -> GemmConfig:
+    return GemmConfig("w8a8", bt, bn, bk, warps, stages, group=2, **rest)
 
 
 CASES = [
     (_w8a8(128, 256, 128, 8, 4), "residual", dict(fp8=True, t=144, n=304, k=400)),
     (_w8a8(128, 256, 128, 8, 3), "silu_mul", dict(fp8=True, t=80, n=144, k=912)),
-    (_w8a8(128, 128, 128, 8, 3, split=2), "store", dict(fp8=True, t=144, n=144, k=912)),
+    (_w8a8(128, 128, 128, 8, 3, split_k=2), "store", dict(fp8=True, t=144, n=144, k=912)),
     (_w8a8(64, 128, 64, 4, 4), "silu_mul", dict(fp8=True, t=80, n=144, k=464, act="fp16")),
     (_w8a8(128, 128, 128, 8, 3, promote=True), "store", dict(fp8=True, t=80, n=144, k=400)),
+    # A whole wave of three and a tile in two parts; three ranges of 2/3 of a tile, one of them in both.
+    (_w8a8(128, 256, 128, 8, 3, tail=2, wave=3), "residual", dict(fp8=True, t=144, n=304, k=400)),
+    (_w8a8(128, 256, 128, 8, 3, tail=2, wave=3), "silu_mul", dict(fp8=True, t=80, n=304, k=656)),
+    (_plain(64, 128, 64, 4, False, tail=2, wave=3), "store", dict(fp8=False, t=80, n=80, k=464)),
+    (_plain(128, 64, 64, 4, True, tail=2, wave=3), "silu_mul", dict(fp8=False, t=80, n=80, k=400)),
     (_async(16, 64, 64, 4, 4), "store", dict(fp8=True, t=40, n=80, k=464)),
     (_async(16, 64, 128, 4, 6, split=2), "store", dict(fp8=True, t=40, n=80, k=912)),
     (_async(32, 128, 64, 8, 3), "silu_mul", dict(fp8=True, t=40, n=80, k=272, act="fp16")),
@@ -97,7 +103,7 @@ CASES = [
     (_async(256, 128, 64, 8, 4), "silu_mul", dict(fp8=True, t=80, n=144, k=208)),
     (_async(256, 128, 64, 8, 4), "residual", dict(fp8=True, t=80, n=144, k=64)),
     (_plain(16, 64, 64, 4, True), "store", dict(fp8=False, t=40, n=80, k=464)),
-    (_plain(16, 64, 64, 4, True, split=2), "silu_mul", dict(fp8=True, t=40, n=80, k=464)),
+    (_plain(16, 64, 64, 4, True, split_k=2), "silu_mul", dict(fp8=True, t=40, n=80, k=464)),
     (_plain(128, 128, 64, 8, False), "silu_mul", dict(fp8=True, t=144, n=208, k=336)),
     (_plain(64, 128, 64, 4, False), "residual", dict(fp8=False, t=80, n=144, k=464)),
     (_plain(128, 128, 64, 8, True), "residual", dict(fp8=False, t=80, n=144, k=272, act="fp16")),

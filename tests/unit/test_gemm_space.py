@@ -30,7 +30,31 @@ def test_space_and_heuristic_stay_within_the_card(weight_dtype: str) -> None:
             if config.kernel != "cublas":
                 rows = config.block_n if config.swap or config.kernel == "async" else config.block_t
                 assert rows % 64 == 0, f"{config}: the M operand of wgmma is a multiple of 64"
-                assert config.split_k == 1 or -(-k // config.block_k) // config.split_k >= 8
+                parts = max(config.split_k, config.tail)
+                assert parts == 1 or -(-k // config.block_k) // parts >= 8
+
+
+@pytest.mark.parametrize(
+    ("t", "n", "k", "weight_dtype", "tile", "tail", "wave"),
+    [
+        (512, 29568, 8192, "w8a8", (128, 256), 2, 132),  # 464 tiles: 68 behind 3 waves
+        (512, 10240, 8192, "w8a8", (128, 256), 4, 132),  # 160: 28 behind the first
+        (512, 37888, 3584, "bf16", (128, 256), 2, 132),  # 592: 64 behind 4
+        (512, 3584, 18944, "bf16", (128, 256), 2, 132),  # 56, less than a wave
+        (512, 3584, 18944, "bf16", (128, 128), 2, 264),  # 112 of two programs a multiprocessor
+        (512, 59136, 8192, "w8a8", (128, 256), 1, 0),  # 924: 7 whole waves
+        (512, 8192, 29568, "w8a8", (128, 256), 1, 0),  # 128 of 132
+        (512, 10240, 8192, "fp8", (128, 256), 1, 0),  # conversion: gemm_async.py, which has no tail
+    ],
+)
+def test_part_filled_waves_have_a_tail(t, n, k, weight_dtype, tile, tail, wave) -> None:
+    from engine.tune import gemm_space
+
+    found = gemm_space.candidates(t, n, k, weight_dtype, 132)
+    tails = [c for c in found if c.tail > 1]
+    mine = {(c.tail, c.wave) for c in tails if (c.block_t, c.block_n) == tile}
+    assert mine == ({(tail, wave)} if tail > 1 else set())
+    assert all(c.split_k == 1 for c in tails) and len(tails) <= 0.4 * (len(found) - len(tails))
 
 
 def test_small_grids_are_split_and_large_ones_are_not() -> None:
