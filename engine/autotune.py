@@ -2,7 +2,8 @@
 
 The ops and shapes come from the deployment's compiled graph. Each candidate is pruned by what is known
 without a GPU, compiled, checked against the configurations in use, and timed in the chain of its neighbours
-(`engine.tune.chain`); the best of them is kept before the next op is tuned. Models, TP degrees and quantisations
+(`engine.tune.chain`). The fastest are timed again in turn with the configuration in use, as a card at its power
+limit drifts by more than they differ; the best of them is kept before the next op is tuned. Models, TP degrees and quantisations
 may be lists; a degree above the number of GPUs is tuned as one rank's share of it. Ctrl-C keeps what is done, and
 `--missing` goes on from there:
 
@@ -37,6 +38,7 @@ from engine.tune.chain import MAX_ERROR, Chain, Deployment
 # What a step reads most of comes first: the neighbours of the ops tuned later are then nearly final.
 TUNED = {"decode": ("gemv", "decode_attention"), "prefill": ("gemm", "prefill_attention")}
 MIN_GAIN = 0.002  # of the step's time: less is the spread between two timings of one configuration
+FINALISTS = 3  # the fastest candidates, timed again in turn with what is in use
 
 
 def space(op: str, facts: dict[str, Any], sm_count: int, degree: int) -> list[Any]:
@@ -101,21 +103,23 @@ def tune(
         results = chain.try_all(op, facts, configs, 0.0 if wide else MAX_ERROR)
         if not results:
             continue
-        before = present
-        best_time, best = results[0]
         kept = choose.choose(op, facts)
-        if best_time < present * (1 - MIN_GAIN):
-            choose.set_override(op, best, facts)
-            present, kept = best_time, best
-        elif wide and kept.wide is None:
-            kept = with_wide(kept, kept)  # tuned: the same walk
-        uses = chain.uses(op, facts)
-        gain = (before - present) / uses * 1e6
+        if wide and kept.wide is None:
+            kept = with_wide(kept, kept)
+        finalists = [kept, *(config for _, config in results if config != kept)][: 1 + FINALISTS]
+        times = chain.duel(op, facts, finalists)
+        before = present = times[0]
+        best = min(range(len(times)), key=times.__getitem__)
+        if times[best] < before * (1 - MIN_GAIN):
+            present, kept = times[best], finalists[best]
+            choose.set_override(op, kept, facts)
+        others = sorted((t, str(c)) for t, c in zip(times, finalists) if c != kept)
+        gain = (before - present) / chain.uses(op, facts) * 1e6
         record = {
             "step_us": round(present * 1e6, 2),
             "gain_us_per_call": round(gain, 3),
-            "runner_up": str(results[1][1]) if len(results) > 1 else None,
-            "margin": round(results[1][0] / results[0][0] - 1, 4) if len(results) > 1 else None,
+            "runner_up": others[0][1] if others else None,
+            "margin": round(others[0][0] / present - 1, 4) if others else None,
             "candidates": len(results),
             "tuned_in": str(chain.deployment),
             "date": datetime.date.today().isoformat(),

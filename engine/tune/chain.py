@@ -8,7 +8,8 @@ of the configurations in use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from engine.runtime.graphs import GraphKey
 
 CHAIN_BYTES = 2 << 30  # weights of the shortened model: 30 times an H200's L2
+ROUNDS = 5  # of the last comparison
 MAX_ERROR = 0.05  # RMS of a candidate's logits against the present ones; rounding gives about 0.01
 
 
@@ -126,6 +128,26 @@ class Chain:
             finally:
                 program.free()
         return sorted(results, key=lambda pair: pair[0])
+
+    def duel(self, op: str, facts: Mapping[str, Any], configs: Sequence[Any]) -> list[float]:
+        """Seconds per step of each of a few configurations: the median over rounds in which each is timed once.
+
+        A large GEMM runs at the power limit, where the clock follows what ran in the seconds before: two timings a
+        few seconds apart can differ by 2 %, two in one round hardly.
+        """
+        programs = []
+        for config in configs:
+            choose.set_override(op, config, facts)
+            programs.append(self.executor.lower(self.graph))
+            choose.remove_override(op, facts)
+        try:
+            for program in programs:
+                program.capture()
+            rounds = [[self.time(program) for program in programs] for _ in range(ROUNDS)]
+        finally:
+            for program in programs:
+                program.free()
+        return [statistics.median(column) for column in zip(*rounds)]
 
     def time(self, program: Program | None = None) -> float:
         """Seconds per step, median of batches of replays, slowest rank."""

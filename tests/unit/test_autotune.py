@@ -154,6 +154,9 @@ def test_missing_goes_on_where_a_run_ended(no_cache, monkeypatch):
             tried.append(choose.key_string(op, facts))
             return [(9e-4, configs[0])]
 
+        def duel(self, op, facts, configs):
+            return [1e-3] * len(configs)
+
         def close(self):
             pass
 
@@ -208,6 +211,9 @@ def test_ctrl_c_keeps_what_is_done(no_cache, monkeypatch):
                 raise KeyboardInterrupt
             self.tried.append(facts["n"])
             return [(9e-4, configs[0]), (9.5e-4, configs[1])]
+
+        def duel(self, op, facts, configs):
+            return [1e-3, *[9e-4] * (len(configs) - 1)]
 
         def close(self):
             self.closed = True
@@ -272,7 +278,8 @@ class OneKey:
 
     def __init__(self, rows, best):
         self.deployment, self.layers = Deployment("qwen2.5-72b", "fp8", 1, 2, rows), 4
-        self.best, self.tried = best, []
+        self.best, self.tried, self.duels = best, [], []
+        self.slower: dict = {}  # what a second look finds
 
     def time(self):
         return 1e-3
@@ -286,8 +293,12 @@ class OneKey:
     def try_all(self, op, facts, configs, most_error):
         self.tried.append((list(configs), most_error))
         chosen = self.best(configs)
-        times = [(9e-4 if i == chosen else 1e-3 + i * 1e-6, c) for i, c in enumerate(configs)]
-        return sorted(times, key=lambda pair: pair[0])
+        self.times = {c: 9e-4 if i == chosen else 1e-3 + i * 1e-6 for i, c in enumerate(configs)}
+        return sorted(((t, c) for c, t in self.times.items()), key=lambda pair: pair[0])
+
+    def duel(self, op, facts, configs):
+        self.duels.append(list(configs))
+        return [self.slower.get(c, self.times.get(c, 1e-3)) for c in configs]
 
 
 def tuned(rows, best=lambda configs: None):
@@ -303,6 +314,21 @@ def tuned(rows, best=lambda configs: None):
 def save_base(config):
     entry = {"config": config, "step_us": 850.12, "tuned_in": "rows=1"}
     choose.save_entries("gemv", "NVIDIA H200", {NAME: entry}, choose.metadata("gemv"))
+
+
+def test_a_winner_must_win_beside_what_is_in_use(no_cache):
+    """The first timings of candidates are seconds apart, and the card drifts."""
+    save_base(BASE)
+    chain, found = OneKey(1, lambda configs: 3), {}
+    first = autotune.space("gemv", {**KEY, "rows": 1}, 132, 2)[3]
+    chain.slower = {first: 1.1e-3, BASE: 1e-3}
+    choose.clear_overrides()
+    autotune.tune(chain, 60.0, found)
+    ((present, *rivals),) = chain.duels
+    assert present == BASE and rivals[0] == first and len(rivals) == autotune.FINALISTS
+    entry = found["gemv"][NAME]
+    assert entry["config"] == BASE and entry["gain_us_per_call"] == 0 and entry["step_us"] == 1000.0
+    assert entry["runner_up"] in map(str, rivals)
 
 
 @pytest.mark.parametrize("rows", [4, 8])
