@@ -3,10 +3,12 @@
     python -m bench.load --model qwen2.5-72b --tp 2 --dir /tmp/ckpt [--layers 40] [--format fp8|bf16]
 
 Writes a checkpoint of that shape (arbitrary valid values) if the folder has none, reads its files
-plainly with as many threads as the loader uses, then loads it on all ranks, then plainly again.
+plainly with as many threads as the loader uses, then loads it on all ranks, then plainly again. The
+plain reads: into 8 MB a thread, which stay in the CPU's cache, and into as much memory as the loader's
+buffers, which do not (a loader cannot do better than that one where nothing else is in its way).
 Files that were just written lie in the page cache: the figure is of the loader, not of a disk;
 --drop-caches (root) asks the kernel to forget them before each pass. Rows: load_gb_s (share = of
-the faster plain read), load_s.
+the faster plain read), load_s, plain_read_gb_s.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +28,7 @@ from engine.checkpoint.index import INDEX, open_checkpoint
 from engine.checkpoint.load import LoadProgress, load_ranks, load_threads
 from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.source import CheckpointSource
+from engine.checkpoint.staging import CHUNK_BYTES
 from engine.config import ModelConfig, preset, with_layers
 from engine.graph.build import build
 from engine.graph.passes import run_passes
@@ -76,17 +80,19 @@ def write_checkpoint(config: ModelConfig, directory: Path, form: str, shard_byte
     (directory / "config.json").write_text(json.dumps(head))
 
 
-def plain_read(files: list[Path], threads: int) -> float:
-    """Seconds to read every byte of the files with `threads` threads into reused buffers."""
+def plain_read(files: list[Path], threads: int, blocks: int = 1) -> float:
+    """Seconds to read every byte of the files with `threads` threads, each into `blocks` blocks in turn."""
+    local = threading.local()
     jobs = [(f, at) for f in files for at in range(0, f.stat().st_size, BLOCK * 8)]
 
     def read(job: tuple[Path, int]) -> int:
         file, at = job
-        buffer = bytearray(BLOCK)
+        if not hasattr(local, "buffers"):
+            local.buffers = [bytearray(BLOCK) for _ in range(blocks)]
         done = 0
         descriptor = os.open(file, os.O_RDONLY)
-        for offset in range(at, at + BLOCK * 8, BLOCK):
-            done += os.preadv(descriptor, [buffer], offset)
+        for turn, offset in enumerate(range(at, at + BLOCK * 8, BLOCK)):
+            done += os.preadv(descriptor, [local.buffers[turn % blocks]], offset)
         os.close(descriptor)
         return done
 
@@ -145,6 +151,9 @@ def main() -> None:
     prepare()
     plain = [plain_read(index.files, threads)]
     prepare()
+    blocks = max(2, 2 * CHUNK_BYTES // BLOCK)
+    memory = index.nbytes / plain_read(index.files, threads, blocks) / 1e9
+    prepare()
     total = sum(
         weight_bytes(specs.values(), r, torch.bfloat16, index.quantization) for r in devices
     )
@@ -163,7 +172,8 @@ def main() -> None:
     rate, best = index.nbytes / seconds / 1e9, index.nbytes / min(plain) / 1e9
     print(
         f"{len(index.files)} files, {index.nbytes / 1e9:.1f} GB: loaded in {seconds:.2f} s, {rate:.2f} GB/s; "
-        f"plain read {best:.2f} GB/s with {threads} threads; share {rate / best:.2f}"
+        f"plain read {best:.2f} GB/s with {threads} threads, share {rate / best:.2f}; into {blocks} x {BLOCK >> 20} MB "
+        f"a thread {memory:.2f} GB/s, share {rate / memory:.2f}"
     )
     rows = Rows("load")
     facts = {
@@ -174,6 +184,10 @@ def main() -> None:
     baseline = {"name": f"plain read, {threads} threads", "value": round(best, 3)}
     rows.add("load_gb_s", rate, "GB/s", share=rate / best, baseline=baseline, **facts)
     rows.add("load_s", seconds, "s", **facts)
+    where = "disk" if options.drop_caches else "page cache"
+    for count, value in ((1, best), (blocks, memory)):
+        what = f"{threads} threads, {count} x {BLOCK >> 20} MB each, {where}"
+        rows.add("plain_read_gb_s", value, "GB/s", **{**facts, "algorithm": what})
 
 
 if __name__ == "__main__":

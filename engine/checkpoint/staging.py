@@ -17,7 +17,7 @@ from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
 
 # Each chunk hands the GIL around a few times, and a hand-over costs tens of us in which no thread goes on.
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 16 << 20
 
 
 @dataclass

@@ -74,6 +74,17 @@ def test_blocks_are_replaced_and_nothing_else():
         render.render(text.replace("all-reduce", "absent"), ROWS)
 
 
+def test_the_scorecard_has_a_table_of_its_own():
+    """It measures the same deployments in another setting; neither may hide the other."""
+    again = row("decode_tok_s", 77.7, "tok/s", bench="scorecard", model="qwen2.5-7b", context=512)
+    block = "<!-- render: {} -->\n<!-- /render -->"
+    own, whole = (
+        render.render(block.format(name), [*ROWS, again]) for name in ("scorecard", "end-to-end")
+    )
+    assert "77.7" in own and "251.5" not in own
+    assert "251.5" in whole and "77.7" not in whole
+
+
 def test_a_file_that_is_not_rows_is_named(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps({"a": 1}))
     with pytest.raises(ValueError, match=r"x\.json"):
