@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import math
 import sys
 import time
@@ -33,7 +34,7 @@ from engine.errors import EngineError
 from engine.kernels.gemv_config import WIDE_ROWS, with_wide
 from engine.runtime.buckets import DECODE_ROWS, LARGEST, prefill_buckets
 from engine.tune import choose
-from engine.tune.chain import MAX_ERROR, Chain, Deployment
+from engine.tune.chain import MAX_ERROR, ROUNDS, Chain, Deployment
 
 # What a step reads most of comes first: the neighbours of the ops tuned later are then nearly final.
 TUNED = {"decode": ("gemv", "decode_attention"), "prefill": ("gemm", "prefill_attention")}
@@ -121,7 +122,9 @@ def tune(
             "runner_up": others[0][1] if others else None,
             "margin": round(others[0][0] / present - 1, 4) if others else None,
             "candidates": len(results),
+            "rounds": ROUNDS,
             "tuned_in": str(chain.deployment),
+            "driver": _driver(),
             "date": datetime.date.today().isoformat(),
         }
         found.setdefault(op, {})[key] = _merged(entry or {}, kept, record, wide)
@@ -130,6 +133,13 @@ def tune(
             f" ({time.monotonic() - started:.0f} s)",
             flush=True,
         )
+
+
+@functools.cache
+def _driver() -> str:
+    from engine.bench.rows import environment
+
+    return environment()["driver"]
 
 
 def _merged(

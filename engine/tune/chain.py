@@ -9,12 +9,14 @@ of the configurations in use.
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 from engine.config import EngineConfig, preset, with_layers
 from engine.graph.capture import Program
@@ -113,7 +115,8 @@ class Chain:
         programs = self._compiled(op, facts, configs)
         self._expected = self._logits(self._program(self.graph))
         results = []
-        for config, program in programs:
+        bar = {"desc": op, "unit": "config", "file": sys.stderr, "leave": False, "disable": None}
+        for config, program in tqdm(programs, **bar):
             if config is None:
                 continue
             try:

@@ -11,7 +11,7 @@ import torch
 from engine import autotune
 from engine.kernels.gemv_config import GemvConfig, Walk, heuristic, sum_order
 from engine.tune import choose
-from engine.tune.chain import MAX_ERROR, Deployment
+from engine.tune.chain import MAX_ERROR, ROUNDS, Deployment
 from engine.tune.keys import graph_keys
 
 FP8_7B = ["--model", "qwen2.5-7b", "--quantization", "fp8"]
@@ -329,6 +329,7 @@ def test_a_winner_must_win_beside_what_is_in_use(no_cache):
     entry = found["gemv"][NAME]
     assert entry["config"] == BASE and entry["gain_us_per_call"] == 0 and entry["step_us"] == 1000.0
     assert entry["runner_up"] in map(str, rivals)
+    assert entry["rounds"] == ROUNDS and "driver" in entry
 
 
 @pytest.mark.parametrize("rows", [4, 8])
