@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import math
 import sys
 import time
@@ -28,6 +27,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from engine.bench.rows import driver_version
 from engine.config import EngineConfig, preset
 from engine.console import Parser, run
 from engine.errors import EngineError
@@ -124,7 +124,7 @@ def tune(
             "candidates": len(results),
             "rounds": ROUNDS,
             "tuned_in": str(chain.deployment),
-            "driver": _driver(),
+            "driver": driver_version(),
             "date": datetime.date.today().isoformat(),
         }
         found.setdefault(op, {})[key] = _merged(entry or {}, kept, record, wide)
@@ -133,13 +133,6 @@ def tune(
             f" ({time.monotonic() - started:.0f} s)",
             flush=True,
         )
-
-
-@functools.cache
-def _driver() -> str:
-    from engine.bench.rows import environment
-
-    return environment()["driver"]
 
 
 def _merged(

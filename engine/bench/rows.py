@@ -29,10 +29,6 @@ def environment() -> dict[str, Any]:
     import triton
 
     cuda = torch.cuda.is_available()
-    driver = ""
-    if cuda:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0].strip()
     commit = os.environ.get("ENGINE_COMMIT")
     if not commit:
         git = ["git", "rev-parse", "--short", "HEAD"]
@@ -42,11 +38,20 @@ def environment() -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "driver": driver,
+        "driver": driver_version() if cuda else "",
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
         "command": " ".join(["python", *sys.orig_argv[1:]]),
     }
+
+
+def driver_version() -> str:
+    """Of the NVIDIA driver, such as 580.159.04; empty where nvidia-smi is not there."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0].strip()
+    except OSError:
+        return ""
 
 
 class Rows:
