@@ -123,6 +123,9 @@ def main() -> None:
     parser.add_argument("--format", choices=("fp8", "bf16"), default="fp8")
     parser.add_argument("--shard-gb", type=float, default=2.4)
     parser.add_argument("--threads", type=int, default=0, help="default: what the loader takes")
+    parser.add_argument(
+        "--chunks", default="", help="MB of a transfer, comma-separated, to try too"
+    )
     parser.add_argument("--drop-caches", action="store_true", help="measure the disk")
     options = parser.parse_args()
     config = preset(options.model)
@@ -157,16 +160,22 @@ def main() -> None:
     total = sum(
         weight_bytes(specs.values(), r, torch.bfloat16, index.quantization) for r in devices
     )
-    begin = time.perf_counter()
-    with LoadProgress(total) as progress:
-        loaded = load_ranks(
-            specs, CheckpointSource(index), devices, torch.bfloat16, index.quantization,
-            progress=progress, threads=threads,
-        )  # fmt: skip
-    for device in {d for d in devices.values() if cuda}:
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - begin
-    del loaded
+
+    def load(chunk_bytes: int) -> float:
+        """Seconds."""
+        source = CheckpointSource(index, chunk_bytes)
+        begin = time.perf_counter()
+        with LoadProgress(total) as progress:
+            load_ranks(
+                specs, source, devices, torch.bfloat16, index.quantization, progress=progress,
+                threads=threads,
+            )  # fmt: skip
+        return time.perf_counter() - begin
+
+    seconds = load(CHUNK_BYTES)
+    for megabytes in (int(m) for m in options.chunks.split(",") if m):
+        prepare()
+        print(f"chunks of {megabytes} MB: {index.nbytes / load(megabytes << 20) / 1e9:.2f} GB/s")
     prepare()
     plain.append(plain_read(index.files, threads))
     rate, best = index.nbytes / seconds / 1e9, index.nbytes / min(plain) / 1e9

@@ -18,7 +18,7 @@ import torch
 
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
 from engine.checkpoint.scheme import Scheme, scale_of
-from engine.checkpoint.staging import Staging
+from engine.checkpoint.staging import CHUNK_BYTES, Staging
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, first_few
 from engine.weights import Part, WeightSpec
@@ -110,14 +110,15 @@ class CheckpointSource:
     it is read through pinned buffers. Either way only the slice's bytes (a column slice's rows) are
     touched."""
 
-    def __init__(self, checkpoint: str | Path | CheckpointIndex):
-        """Raises CheckpointError for whatever `open_checkpoint` finds."""
+    def __init__(self, checkpoint: str | Path | CheckpointIndex, chunk_bytes: int = CHUNK_BYTES):
+        """chunk_bytes: of a transfer to a CUDA device. Raises CheckpointError for whatever
+        `open_checkpoint` finds."""
         if not isinstance(checkpoint, CheckpointIndex):
             checkpoint = open_checkpoint(checkpoint)
         self.index = checkpoint
         self._maps: dict[Path, mmap.mmap] = {}
         self._lock = threading.Lock()
-        self._staging = Staging()
+        self._staging = Staging(chunk_bytes)
 
     def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
         """See WeightSource; a weight stored in FP8 is given as fp32 values.

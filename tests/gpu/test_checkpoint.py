@@ -7,7 +7,6 @@ import torch
 
 from engine.checkpoint.load import load_ranks, quantize_rows
 from engine.checkpoint.source import CheckpointSource, DummySource
-from engine.checkpoint.staging import Staging
 from engine.config import from_dir
 from tests.unit.checkpoint_fixtures import save_model, specs_of, store_fp8
 
@@ -40,8 +39,7 @@ def same(cpu, card) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "channel", "tensor", "block"])
 def test_checkpoint(directories, kind, quantization, chunk):
     directory, tp = directories[kind], 4
-    source = CheckpointSource(directory)
-    source._staging = Staging(chunk)
+    source = CheckpointSource(directory, chunk)
     specs = source.index.adapt(specs_of(directory, tp))
     devices = {rank: f"cuda:{rank % torch.cuda.device_count()}" for rank in range(tp)}
     card = load_ranks(specs, source, devices, torch.bfloat16, quantization)
