@@ -123,8 +123,6 @@ def _measure(bench: Bench, form: str, world: int, nbytes: int, config: AllReduce
     part = share(how, world, nbytes, us, bench.link[0])
     speed = how.sent_bytes(world, nbytes) / us / 1e3
     bench.say(f"{name} {us:8.2f} us {speed:6.1f} GB/s {part:5.0%}")
-    bench.add(
-        "two_shot_shape_us", us, "us", group, form, share=part, programs=config.programs,
-        portions=config.portions,
-    )  # fmt: skip
+    shape = "" if form == "two_shot_split" else f" {config.programs} x {config.portions}"
+    bench.add("two_shot_shape_us", us, "us", group, form + shape, share=part)
     return us

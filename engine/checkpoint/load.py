@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from tqdm import tqdm
@@ -22,10 +21,9 @@ from engine.checkpoint.source import CheckpointSource, WeightSource, read_ranks
 from engine.errors import CheckpointError, EngineError, first_few
 from engine.weights import Part, WeightSpec
 
-Quantization = Literal["fp8"]
-# By the name of an HF tensor a scalar on the device that is finite if (and, short of overflow, only if) every value
-# is: looked at at the end, so that loading does not wait for each tensor.
-_Checks = dict[str, torch.Tensor]
+# Names of HF tensors, each with a scalar on the device that is finite if and only if every value is: looked at at
+# the end, so that loading does not wait for each tensor.
+_Checks = list[tuple[str, torch.Tensor]]
 Progress = Callable[[int], None]  # called with the bytes of each finished weight, from any thread
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -160,8 +158,7 @@ def load_ranks(
             raise
     _settle(where.values())
     for rank, alias in aliases.items():
-        checks = [checked.get(rank, {}) for checked in found]
-        _refuse_nonfinite({part: value for some in checks for part, value in some.items()})
+        _refuse_nonfinite([check for checks in found for check in checks.get(rank, [])])
         for name, (owner, first, last) in alias.items():
             ranks[rank][name] = Loaded(ranks[rank][owner].weight[first:last])
     return {
@@ -287,7 +284,7 @@ def _fill(
 ) -> dict[int, _Checks]:
     """Every part into its rows of each rank's weight; their checks."""
     rows = {rank: _rows_of_parts(spec, rank) for rank in held}
-    checks: dict[int, _Checks] = {rank: {} for rank in held}
+    checks: dict[int, _Checks] = {rank: [] for rank in held}
     where = {rank: devices[rank] for rank in held}
     for i, part in enumerate(spec.parts):
         into = {rank: _rows(loaded, rows[rank][i]) for rank, loaded in held.items()}
@@ -295,7 +292,7 @@ def _fill(
         weights = {rank: target.weight for rank, target in into.items()}
         pieces = read_ranks(source, part, where, fp8=fp8, into=weights)
         for rank, target in into.items():
-            checks[rank][part.name] = _place(target, *pieces.pop(rank))
+            checks[rank].append((part.name, _place(target, *pieces.pop(rank))))
     return checks
 
 
@@ -308,7 +305,7 @@ def _place(into: Loaded, value: torch.Tensor, scale: torch.Tensor | None) -> tor
     if into.scale is None:
         if value.data_ptr() != into.weight.data_ptr():
             into.weight.copy_(value)
-        return into.weight.sum(dtype=torch.float32)
+        return _finite(into.weight)
     bad = None
     if scale is None:
         value, scale = quantize_rows(value)
@@ -317,8 +314,16 @@ def _place(into: Loaded, value: torch.Tensor, scale: torch.Tensor | None) -> tor
     if value.data_ptr() != into.weight.data_ptr():
         into.weight.copy_(value)
     into.scale.copy_(scale)
-    check = scale.sum()
+    check = _finite(scale)
     return check if bad is None else check.masked_fill(bad, float("nan"))
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """A scalar that is 0 if every value is finite, else NaN: no sum that could overflow, no mask as large as they."""
+    if not values.numel():
+        return torch.zeros((), device=values.device)
+    low, high = values.aminmax()
+    return low.float() * 0 + high.float() * 0
 
 
 def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:
@@ -338,11 +343,11 @@ def _local_rows(part: Part, rank: int) -> int:
     return stop - start
 
 
-def _refuse_nonfinite(checks: Mapping[str, torch.Tensor]) -> None:
+def _refuse_nonfinite(checks: _Checks) -> None:
     if not checks:
         return
-    finite = torch.stack(list(checks.values())).isfinite().tolist()  # one wait for all
-    bad = [name for name, ok in zip(checks, finite) if not ok]
+    finite = torch.stack([check for _, check in checks]).isfinite().tolist()  # one wait for all
+    bad = list(dict.fromkeys(name for (name, _), ok in zip(checks, finite) if not ok))
     if bad:
         raise CheckpointError(
             f"NaN or infinite values (or beyond the dtype's range) in {first_few(bad)}"

@@ -281,11 +281,20 @@ class CheckpointSource:
         with self._lock:
             mapped = self._maps.get(info.file)
             if mapped is None:
-                with info.file.open("rb") as f:
-                    # A private mapping is writable, which keeps torch from warning about a
-                    # read-only buffer; nothing is ever written.
-                    mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+                try:
+                    with info.file.open("rb") as f:
+                        # A private mapping is writable, which keeps torch from warning about a
+                        # read-only buffer; nothing is ever written.
+                        mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+                except OSError as e:
+                    raise CheckpointError(
+                        f"{info.file}: {e.strerror}: it changed while loading"
+                    ) from None
+                except ValueError:  # nothing to map
+                    mapped = mmap.mmap(-1, 1)
                 self._maps[info.file] = mapped
+        if len(mapped) < info.offset + info.nbytes:
+            raise CheckpointError(f"{info.file} ends inside {info.name}: it changed while loading")
         count = math.prod(info.shape)
         flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.offset)
         return flat.view(info.shape)

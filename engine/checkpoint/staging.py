@@ -93,7 +93,7 @@ class Staging:
                 continue
             buffer = self._buffer(max(whole_row, self._chunk_bytes), pinned)
             nbytes = (end - row) * whole_row
-            _fill(file, buffer.memory[:nbytes], info.offset + row * whole_row, info)
+            _read_exactly(file, buffer.memory[:nbytes], info.offset + row * whole_row, info)
             chunk = buffer.raw[:nbytes].view(dtype).view(end - row, *info.shape[1:])
             landed: dict[torch.device, torch.Tensor] = {}
             for rank, (a, b) in takers.items():
@@ -129,7 +129,12 @@ class Staging:
     def _descriptor(self, file: Path) -> int:
         with self._lock:
             if file not in self._files:
-                self._files[file] = os.open(file, os.O_RDONLY)
+                try:
+                    self._files[file] = os.open(file, os.O_RDONLY)
+                except OSError as e:
+                    raise CheckpointError(
+                        f"{file}: {e.strerror}: it changed while loading"
+                    ) from None
             return self._files[file]
 
     def __del__(self) -> None:
@@ -137,7 +142,7 @@ class Staging:
             os.close(descriptor)
 
 
-def _fill(file: int, view: memoryview, offset: int, info: TensorInfo) -> None:
+def _read_exactly(file: int, view: memoryview, offset: int, info: TensorInfo) -> None:
     """Read exactly len(view) bytes at `offset`."""
     while view:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import load as load_module
+from engine.checkpoint import source as source_module
 from engine.checkpoint.load import (
     FP8_DTYPE,
     LoadProgress,
@@ -390,3 +392,45 @@ def test_a_failing_read_ends_the_load(directory):
 
     with pytest.raises(CheckpointError, match=r"no model\."):
         load_rank(specs_of(directory), Failing(), 0, "cpu", torch.float32)
+
+
+def test_large_finite_values_are_not_taken_for_infinite():
+    spec, source = whole_spec(torch.full((64, 64), 3e36))
+    assert materialize(spec, source, 0, "cpu", torch.bfloat16).weight.isfinite().all()
+
+
+def test_no_check_hides_another_of_the_same_tensor():
+    """Tied weights, each rank with other rows of one tensor: NaN in the rows of one spec alone."""
+    values = torch.randn(8, 4)
+    values[0, 0] = float("nan")
+
+    class Sliced(Memory):
+        def read(self, part: Part, rank: int, device) -> torch.Tensor:
+            return super().read(part, rank, device)[slice(*part.ranges[rank])]
+
+    source = Sliced(table=values)
+    first, rest = (
+        WeightSpec(name, (Part("table", (8, 4), 0, (span,)),))
+        for name, span in (("first", (0, 4)), ("rest", (4, 8)))
+    )
+    for specs in ([first, rest], [rest, first]):
+        with pytest.raises(CheckpointError, match="in table$"):
+            load_rank(specs, source, 0, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("onto_gpus", [False, True])
+@pytest.mark.parametrize("what", ["gone", "empty", "short", "folder"])
+def test_a_file_that_changes_after_it_was_opened(directory, tmp_path, monkeypatch, what, onto_gpus):
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    specs, source = specs_of(copy), CheckpointSource(copy)
+    file = sorted(copy.glob("*.safetensors"))[-1]
+    content = file.read_bytes()
+    file.unlink()
+    if what == "folder":
+        file.mkdir()
+    elif what != "gone":
+        file.write_bytes(b"" if what == "empty" else content[:-64])
+    monkeypatch.setattr(source_module, "_on_cuda", lambda devices: onto_gpus)
+    with pytest.raises(CheckpointError, match="it changed while loading"):
+        load_rank(specs, source, 0, "cpu", torch.float32)
