@@ -36,6 +36,7 @@ from bench.all_reduce_forms import FORMS, TIMED_FORMS
 from bench.all_reduce_group import Group
 from bench.all_reduce_latency import CALLS, SIZES, floor_us, latency, latency_table, link_rate
 from bench.all_reduce_two_shot import sweep
+from bench.deployment import need_gpu
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
 from engine.runtime.links import describe, probe_links
@@ -288,9 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    if not torch.cuda.is_available():
-        print("bench.all_reduce needs a CUDA device; here is none")
-        return 1
+    need_gpu("all_reduce")
     matrix = probe_links()  # reaches every peer
     bench = Bench(options.time_limit)
     bench.say(describe(matrix))

@@ -30,6 +30,7 @@ import torch
 
 from bench.all_reduce_forms import FORMS
 from bench.all_reduce_group import Group
+from bench.deployment import need_gpu
 from bench.rows import Rows
 from engine.kernels.all_reduce import AllReduceConfig
 from engine.runtime.links import probe_links
@@ -175,18 +176,19 @@ def main() -> int:
         "--worlds", default="2,4,8", help="virtual ranks on one device; empty: none"
     )
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench.all_reduce_soak needs a CUDA device; here is none")
-        return 1
     forms = options.forms.split(",")
     if unknown := [f for f in forms if f not in SOAKED]:
         parser.error(f"--forms {unknown[0]}: choose from {', '.join(SOAKED)}")
+    virtual = options.worlds.split(",") if options.worlds else []
+    if unknown := [w for w in virtual if w not in ("2", "4", "8")]:
+        parser.error(f"--worlds {unknown[0]}: 2, 4 and 8 virtual ranks, comma-separated, or empty")
+    need_gpu("all_reduce_soak")
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     if len(devices) > 1:
         probe_links()  # reaches every peer
     deployments = [devices[:8]] if len(devices) > 1 else []
     worlds = [len(d) for d in deployments]
-    for ranks in (int(w) for w in options.worlds.split(",") if w):
+    for ranks in map(int, virtual):
         deployments.append(devices[:1])
         worlds.append(ranks)
     rows, failed = Rows("all_reduce_soak"), False

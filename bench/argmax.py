@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bench.deployment import need_gpu
 from bench.rows import Rows
 from bench.timing import graph_us
 from engine.config import preset
@@ -169,8 +170,7 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds")
     parser.add_argument("--rows", default="1,8")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench.argmax needs a CUDA device; here is none")
+    need_gpu("argmax")
     deadline = time.perf_counter() + args.time_limit
     rows, bad = Rows("argmax"), 0
     print(

@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend
 
 from bench.attention_timing import DecodePoint, Pool, PrefillPoint
 from bench.attention_workers import Shape, Variant, check_all
+from bench.deployment import need_gpu
 from bench.rows import Rows
 from engine.config import preset
 from engine.kernels import decode_attention as decode
@@ -276,8 +277,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench.attention needs a CUDA device; here is none")
+    need_gpu("attention")
     run = Run(args)
     run.check()
     rows_list = [int(x) for x in args.rows.split(",")]

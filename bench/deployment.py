@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from engine.config import EngineConfig, preset
-from engine.console import Parser, run
+from engine.console import Parser, run, say
 from engine.errors import EngineError
 
 FORM = "MODEL:QUANTIZATION:TP[:SHARD_OF], such as qwen2.5-7b:none:1 or qwen2.5-72b:fp8:2:8"
@@ -35,14 +35,19 @@ def script(
         for text in args.deployments:
             _fits(text)
         check(args)
-        import torch
-
-        if not torch.cuda.is_available():
-            name = options.prog.removeprefix("python -m ")
-            raise EngineError(f"{name} needs a CUDA device; here is none")
+        need_gpu(options.prog.removeprefix("python -m bench."))
         return body(args)
 
     return run(checked)
+
+
+def need_gpu(name: str) -> None:
+    """Without a CUDA device bench/NAME.py ends: a line on stderr and exit code 2."""
+    import torch
+
+    if not torch.cuda.is_available():
+        say(f"error: bench.{name} needs a CUDA device; here is none")
+        raise SystemExit(2)
 
 
 def each(deployments: Iterable[str], measure: Callable[[str], object]) -> int:

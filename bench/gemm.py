@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from bench.deployment import need_gpu
 from bench.gemm_workers import Variant, check_all, tolerance
 from bench.rows import Rows
 from bench.timing import graph_us
@@ -300,8 +301,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=150.0, help="seconds")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench.gemm needs a CUDA device; here is none")
+    need_gpu("gemm")
     begin = time.perf_counter()
     device = "cuda"
     properties = torch.cuda.get_device_properties(0)

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.deployment import need_gpu
 from bench.gemv_workers import Problem, Weight, check_all, short, weights
 from bench.rows import Rows
 from bench.timing import graph_us
@@ -199,8 +200,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--all", action="store_true", help="print every config's time")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench.gemv needs a CUDA device; here is none")
+    need_gpu("gemv")
     begin = time.perf_counter()
 
     def left() -> float:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from bench.deployment import need_gpu
 from bench.peer_store_ends import (
     COPY_ENGINE,
     ENGINE_SHAPE,
@@ -200,9 +201,7 @@ def main() -> int:
     unknown = set(options.kinds.split(",")) - set(KINDS)
     if unknown:
         parser.error(f"--kinds {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
-    if not torch.cuda.is_available():
-        print("bench.peer_store needs a CUDA device; here is none")
-        return 1
+    need_gpu("peer_store")
     print(describe(probe_links()))
     bench = Bench(options.time_limit)
     if bench.loopback:

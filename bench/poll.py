@@ -32,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.deployment import need_gpu
 from bench.gemv_workers import Problem, Weight, short, weights
 from bench.rows import Rows
 from engine.config import preset
@@ -306,8 +307,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench.poll needs a CUDA device; here is none")
+    need_gpu("poll")
     begin = time.perf_counter()
     properties = torch.cuda.get_device_properties(0)
     choose.set_target(properties.name, properties.multi_processor_count)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bench.deployment import need_gpu
 from bench.rows import Rows
 from engine.errors import DeviceError
 from engine.kernels.put_signal import ARMED
@@ -241,9 +242,7 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
     parser.add_argument("--forms", default=",".join(FORMS), help="comma-separated")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench.put_signal needs a CUDA device; here is none")
-        return 1
+    need_gpu("put_signal")
     forms = options.forms.split(",")
     bench = Bench(options.time_limit)
     print(describe(probe_links()))

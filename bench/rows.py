@@ -13,4 +13,6 @@ __all__ = ["IDENTITY", "RESULTS", "Rows", "environment", "identity", "load", "me
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "merge":
         sys.exit("usage: python -m bench.rows merge DIR")
-    print("\n".join(merge(Path(sys.argv[2]))))
+    if not (written := merge(Path(sys.argv[2]))):
+        sys.exit(f"error: {sys.argv[2]} holds no files of rows")
+    print("\n".join(written))

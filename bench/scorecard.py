@@ -360,6 +360,8 @@ def _main(argv: list[str] | None) -> int:
     gpus = here if args.gpus is None else args.gpus
     if args.gpus is not None and args.gpus < 1:
         raise EngineError(f"--gpus {args.gpus} is not 1 or more")
+    if gpus > max(DEGREES):
+        raise EngineError(f"--gpus {gpus}: the engine runs on at most {max(DEGREES)}")
     if not gpus or (not args.dry_run and gpus > here):
         raise EngineError(f"{here} CUDA device(s) here; --dry-run --gpus N prints a plan for N")
     sections = plan(gpus, args.model)

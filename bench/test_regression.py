@@ -31,6 +31,8 @@ def measured(request):
 
 @pytest.fixture(scope="module", params=list(regression.REGIMES))
 def bench(request):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     opened = regression.Bench(request.param)
     yield request.param, opened
     opened.close()

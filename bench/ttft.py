@@ -3,7 +3,8 @@
     python -m bench.ttft qwen2.5-7b:none:1 qwen2.5-7b:fp8:1 --png ttft.png
 
 Dummy weights, greedy, one request at a time on a warm engine. Floor = 2 x parameters x tokens / (TP x matrix rate),
-the rate being what cuBLAS reaches in BF16 in the same run (fp8 activations are compared with the same BF16 floor). Host
+the rate being what cuBLAS reaches in BF16 in the same run, in a burst (what it keeps up for a second is printed beside it; fp8
+activations are compared with the same BF16 floor). One prompt follows the other at once unless --pause says otherwise. Host
 synchronisations are counted in a CUPTI trace (torch.profiler) of a request of 512 tokens and 16 decode steps.
 """
 
@@ -38,8 +39,8 @@ WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def matrix_rates() -> tuple[float, float]:
-    """FLOP/s of a large BF16 cuBLAS product on this card: (median of 10 with a pause behind each, the last of
-    `SUSTAINED` without pauses, about a second: a card at its power limit lowers its clock)."""
+    """FLOP/s of a large BF16 cuBLAS product on this card: (median of 10 with a pause behind each, mean of the last
+    tenth of `SUSTAINED` without pauses, about a second: a card at its power limit lowers its clock)."""
     a, b = (torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     burst = statistics.median(event_seconds(lambda: a @ b, 13)[3:])
     out, tail = torch.empty_like(a), SUSTAINED // 10
@@ -110,17 +111,17 @@ def measure(
     config, degree = preset(text.split(":")[0]), engine.shard_of or engine.tensor_parallel_size
     executor = create_executor(engine, config)
     fp8, buckets = engine.fp8_prefill(engine.quantization), prefill_buckets(longest)
-    forced = "" if args.all_reduce == "auto" else f", {args.all_reduce}"
-    forced += f", {args.pause:g} s apart" if args.pause else ""
+    setting = "" if args.all_reduce == "auto" else f", {args.all_reduce}"
+    setting += f", {args.pause:g} s apart" if args.pause else ""
 
     def named(length: int) -> dict[str, Any]:
-        algorithm = f"{activations(length, buckets, fp8)} activations{forced}"
+        algorithm = f"{activations(length, buckets, fp8)} activations{setting}"
         return dict(facts(engine), context=length, algorithm=algorithm)
 
     points = []
     try:
         _, _, step = generate(executor, list(range(16)), 33)
-        print(f"{text}{forced}: decode step {step * 1e3:.2f} ms", flush=True)
+        print(f"{text}{setting}: decode step {step * 1e3:.2f} ms", flush=True)
         for length in lengths:
             ids = [(i * 7919 + 13) % 150000 for i in range(length)]
             took = []
@@ -168,6 +169,10 @@ def draw(curves: dict[str, Sequence[tuple[int, float, float]]], path: str) -> No
 def check(args: argparse.Namespace) -> None:
     """EngineError for arguments that cannot work."""
     lengths_of(args.input_lens)
+    if args.iters < 1:
+        raise EngineError(f"--iters {args.iters} is not 1 or more")
+    if not 0 <= args.pause <= 60:
+        raise EngineError(f"--pause {args.pause}: seconds between prompts, 0 to 60")
     for text in args.deployments:
         engine = parse(text, prefill_activations=args.prefill_activations)
         engine.fp8_prefill(engine.quantization)

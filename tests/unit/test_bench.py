@@ -316,16 +316,21 @@ def test_the_prediction_takes_no_other_arguments(capsys):
     assert not out and err.startswith("error: ") and "--nonsense" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["gemm", "argmax", "poll", "attention", "gemv", "put_signal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemm", "argmax", "poll", "attention", "gemv", "put_signal", "peer_store", "all_reduce",
+        "all_reduce_soak",
+    ],
+)  # fmt: skip
 def test_scripts_without_a_gpu_say_so(name, capsys, monkeypatch):
     import importlib
 
     module = importlib.import_module(f"bench.{name}")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [name])
-    try:
-        code = module.main()
-    except SystemExit as e:
-        code = e.code
-    said = code if isinstance(code, str) else capsys.readouterr().out.strip()
-    assert code and said == f"bench.{name} needs a CUDA device; here is none"
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    assert said.err == f"error: bench.{name} needs a CUDA device; here is none\n"
