@@ -141,7 +141,7 @@ def many_rows_candidates(
 
     A row of a prompt need not have the bits of the same row decoded, so all of a config is free here. Each tile as
     deep as fits, then beside another kernel's ring (see `base_candidates`); none that is half empty in every program,
-    and 16 rows a tile only for programs of up to 32.
+    and 16 rows a tile only where a multiprocessor has 32 at most.
     """
     w_dtype = _DTYPES[weight_name(weight_dtype)]
     by_tile = []
@@ -149,7 +149,7 @@ def many_rows_candidates(
         block_k, tile = bytes_k // w_dtype.itemsize, block_n * bytes_k
         ring = GemvConfig("ring", block_n, block_k, warps, 2, sm_count * per_sm, warps_k, per_sm)
         each = ring_rows(ring, n)
-        unfit = block_n // 2 >= each if block_n > 16 else each > 32
+        unfit = block_n // 2 >= each if block_n > 16 else per_sm * each > 32
         spills = tile > MOST_THREAD_BYTES // 2 * w_dtype.itemsize * 32 * warps
         if unfit or spills or block_k > k:
             continue

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -75,14 +77,19 @@ def compiled(config: GemvConfig, weight: str, layer: Layer) -> Report:
     return compile_launch(kernel, arguments)
 
 
+def facts(case: Case) -> dict[str, Any]:
+    """The report, and the registers of all programs that share a multiprocessor."""
+    config = case[0]
+    found = asdict(compiled(*case))
+    resident = config.programs_per_sm * 32 * config.num_warps * found["registers"]
+    return {**found, "resident": resident}
+
+
 def main(every: bool) -> None:
-    reports = {}
-    for config, weight, layer in candidates() if every else one_of_each_kind():
-        name = f"{weight} {layer} {config}"
-        facts = asdict(compiled(config, weight, layer))
-        facts["resident"] = config.programs_per_sm * 32 * config.num_warps * facts["registers"]
-        reports[name] = facts
-    print(json.dumps(reports))
+    cases = list(candidates()) if every else one_of_each_kind()
+    with ThreadPoolExecutor(2) as pool:
+        reports = pool.map(facts, cases)
+        print(json.dumps({f"{c[1]} {c[2]} {c[0]}": report for c, report in zip(cases, reports)}))
 
 
 if __name__ == "__main__":
