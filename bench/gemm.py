@@ -272,7 +272,7 @@ def measure(case: Case, good: set[Variant], pool: Pool, rows: Rows, device: str)
 
 
 def short(config: op.GemmConfig | None) -> str:
-    """256x128x64 w8 s4 swap split2, in tokens x weight rows x K; of a ring weight rows x K, warps, those that share K."""
+    """256x128x64 w8 s4 swap split2, in tokens x weight rows x K; a ring: weight rows x K, warps that share K."""
     if config is None or config.kernel == "cublas":
         return "cublas"
     if config.ring:

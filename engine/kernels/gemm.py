@@ -61,7 +61,7 @@ from engine.kernels.silu import silu_mul
 from engine.kernels.sync import INTERPRET
 
 KEY_FIELDS = ("t", "n", "k", "weight_dtype")
-NEAREST_FIELD = "t"  # every configuration is valid at every T
+NEAREST_FIELD = "t"  # every configuration runs at every T, and those that `lends` passes as tuned
 # Not the ring's: they are the GEMV's, and a ring that they no longer take falls back.
 SOURCES = ("gemm_tile.py", "gemm_tail.py", "gemm_kernel.py", "gemm_async.py", "gemm_fp8.py")
 
