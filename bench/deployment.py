@@ -14,6 +14,7 @@ from engine.errors import EngineError
 
 FORM = "MODEL:QUANTIZATION:TP[:SHARD_OF], such as qwen2.5-7b:none:1 or qwen2.5-72b:fp8:2:8"
 QUANTIZATIONS = ("none", "fp8")
+NO_GPU = "bench.{} needs a CUDA device; here is none"
 
 
 def parser(name: str, doc: str | None) -> Parser:
@@ -35,18 +36,21 @@ def script(
         for text in args.deployments:
             _fits(text)
         check(args)
-        need_gpu(options.prog.removeprefix("python -m bench."))
+        import torch
+
+        if not torch.cuda.is_available():
+            raise EngineError(NO_GPU.format(options.prog.removeprefix("python -m bench.")))
         return body(args)
 
     return run(checked)
 
 
 def need_gpu(name: str) -> None:
-    """Without a CUDA device bench/NAME.py ends: a line on stderr and exit code 2."""
+    """Without a CUDA device bench/NAME.py, which is no `script`, ends: a line on stderr and exit code 2."""
     import torch
 
     if not torch.cuda.is_available():
-        say(f"error: bench.{name} needs a CUDA device; here is none")
+        say(f"error: {NO_GPU.format(name)}")
         raise SystemExit(2)
 
 
