@@ -16,8 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +33,8 @@ from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.source import CheckpointSource
 from engine.checkpoint.staging import CHUNK_BYTES
 from engine.config import ModelConfig, preset, with_layers
+from engine.console import Parser, run
+from engine.errors import EngineError
 from engine.graph.build import build
 from engine.graph.passes import run_passes
 from engine.quantize import LINEAR, QUANTIZATION_CONFIG
@@ -50,16 +55,14 @@ def write_checkpoint(config: ModelConfig, directory: Path, form: str, shard_byte
     directory.mkdir(parents=True, exist_ok=True)
     shapes = {p.name: p.shape for s in specs_of(config, 1).values() for p in s.parts}
     pool = torch.randint(0, 0x7E, (1 << 20,), dtype=torch.uint8)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    sizes, weight_map = [0], {}
+    shard: dict[str, torch.Tensor] = {}
+    weight_map: dict[str, str] = {}
 
-    def flush(last: bool) -> None:
-        file = f"model-{len(sizes):05}.safetensors"
-        save_file(shards[0], directory / file)
-        weight_map.update(dict.fromkeys(shards[0], file))
-        shards[0] = {}
-        if not last:
-            sizes.append(0)
+    def flush() -> None:
+        file = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
+        save_file(shard, directory / file)
+        weight_map.update(dict.fromkeys(shard, file))
+        shard.clear()
 
     for name, shape in shapes.items():
         count = int(torch.Size(shape).numel())
@@ -67,14 +70,14 @@ def write_checkpoint(config: ModelConfig, directory: Path, form: str, shard_byte
             tensor = (
                 pool.repeat(-(-count // len(pool)))[:count].view(torch.float8_e4m3fn).view(shape)
             )
-            shards[0][name + "_scale"] = torch.full((shape[0], 1), 1e-4, dtype=torch.bfloat16)
+            shard[name + "_scale"] = torch.full((shape[0], 1), 1e-4, dtype=torch.bfloat16)
         else:
             tensor = torch.full(shape, 0.01, dtype=torch.bfloat16)
-        shards[0][name] = tensor
-        sizes[-1] += tensor.nbytes
-        if sizes[-1] >= shard_bytes:
-            flush(last=False)
-    flush(last=True)
+        shard[name] = tensor
+        if sum(t.nbytes for t in shard.values()) >= shard_bytes:
+            flush()
+    if shard:
+        flush()
     (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     head = {"quantization_config": QUANTIZATION_CONFIG} if form == "fp8" else {}
     (directory / "config.json").write_text(json.dumps(head))
@@ -112,56 +115,94 @@ def forget(files: list[Path]) -> None:
         os.close(descriptor)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments. EngineError for those that cannot work, before anything is written or read."""
+    parser = Parser(prog="python -m bench.load", description=__doc__)
     parser.add_argument("--model", default="qwen2.5-72b", help="a preset")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dir", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the model has")
-    parser.add_argument("--format", choices=("fp8", "bf16"), default="fp8")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--format", choices=("fp8", "bf16"), default="fp8", help="of a new folder")
     parser.add_argument("--shard-gb", type=float, default=2.4)
-    parser.add_argument("--threads", type=int, default=0, help="default: what the loader takes")
-    parser.add_argument(
-        "--chunks", default="", help="MB of a transfer, comma-separated, to try too"
-    )
+    parser.add_argument("--threads", type=int, help="default: what the loader takes")
+    parser.add_argument("--chunks", help="MB of a transfer, comma-separated, to try too")
     parser.add_argument("--drop-caches", action="store_true", help="measure the disk")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    config = preset(options.model)
+    config.shard(options.tp)
+    if options.layers is not None and not 1 <= options.layers <= config.num_layers:
+        raise EngineError(f"--layers {options.layers} is not 1 to {config.num_layers}")
+    if options.threads is not None and options.threads < 1:
+        raise EngineError(f"--threads {options.threads} is not 1 or more")
+    if not options.shard_gb > 0:
+        raise EngineError(f"--shard-gb {options.shard_gb} is not above 0")
+    try:
+        options.chunks = [int(item) for item in (options.chunks or "").split(",") if item]
+    except ValueError:
+        options.chunks = [0]
+    if options.chunks and min(options.chunks) < 1:
+        raise EngineError("--chunks: MB of a transfer, comma-separated, such as 4,16")
+    if options.dir.exists() and not options.dir.is_dir():
+        raise EngineError(f"--dir {options.dir} is not a folder")
+    return options
+
+
+def make_checkpoint(options: argparse.Namespace, config: ModelConfig) -> None:
+    """Write it. EngineError if the disk has no room, or the folder holds what an interrupted run left."""
+    if any(options.dir.glob("*.safetensors")):
+        raise EngineError(f"{options.dir} holds shards but no {INDEX}: empty it, or choose another")
+    one = specs_of(config, 1).values()
+    need = weight_bytes(one, 0, torch.bfloat16, "fp8" if options.format == "fp8" else None)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(options.dir).free
+    if need > 0.95 * free:
+        raise EngineError(
+            f"the checkpoint has {need / 1e9:.1f} GB, {options.dir} has {free / 1e9:.1f} GB free: choose another "
+            "--dir, or fewer --layers"
+        )
+    begin = time.perf_counter()
+    write_checkpoint(config, options.dir, options.format, int(options.shard_gb * 1e9))
+    print(f"written in {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see engine.console."""
+    return run(lambda: measure(parsed(argv)))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Plain reads, loads, plain reads; the rows."""
     config = preset(options.model)
     if options.layers:
         config = with_layers(config, options.layers)
-    if not (options.dir / INDEX).is_file():
-        begin = time.perf_counter()
-        write_checkpoint(config, options.dir, options.format, int(options.shard_gb * 1e9))
-        print(f"written in {time.perf_counter() - begin:.1f} s")
+    if (options.dir / INDEX).is_file():
+        print(f"{options.dir} holds a checkpoint: it is loaded as it is", flush=True)
+    else:
+        make_checkpoint(options, config)
     index = open_checkpoint(options.dir)
     cuda = torch.cuda.is_available()
+    if not cuda:
+        print("no CUDA device: this loads onto the CPU; no rows are written", flush=True)
     devices = {
         r: torch.device(f"cuda:{r % torch.cuda.device_count()}" if cuda else "cpu")
         for r in range(options.tp)
     }
     threads = options.threads or load_threads(devices.values())
     specs = index.adapt(specs_of(config, options.tp))
+    index.check(list(specs.values()))
     if cuda:
         for device in set(devices.values()):  # contexts are not part of loading
             torch.zeros(1, device=device)
-
-    def prepare() -> None:
-        if options.drop_caches:
-            forget(index.files)
-
-    prepare()
-    plain = [plain_read(index.files, threads)]
-    prepare()
-    blocks = max(2, 2 * CHUNK_BYTES // BLOCK)
-    memory = index.nbytes / plain_read(index.files, threads, blocks) / 1e9
-    prepare()
     total = sum(
         weight_bytes(specs.values(), r, torch.bfloat16, index.quantization) for r in devices
     )
 
-    def load(chunk_bytes: int) -> float:
+    def gb_s(body: Callable[[], float]) -> float:
+        if options.drop_caches:
+            forget(index.files)
+        return index.nbytes / body() / 1e9
+
+    def load(chunk_bytes: int = CHUNK_BYTES) -> float:
         """Seconds."""
         source = CheckpointSource(index, chunk_bytes)
         begin = time.perf_counter()
@@ -172,32 +213,36 @@ def main() -> None:
             )  # fmt: skip
         return time.perf_counter() - begin
 
-    seconds = load(CHUNK_BYTES)
-    for megabytes in (int(m) for m in options.chunks.split(",") if m):
-        prepare()
-        print(f"chunks of {megabytes} MB: {index.nbytes / load(megabytes << 20) / 1e9:.2f} GB/s")
-    prepare()
-    plain.append(plain_read(index.files, threads))
-    rate, best = index.nbytes / seconds / 1e9, index.nbytes / min(plain) / 1e9
+    def plain(blocks: int = 1) -> float:
+        return plain_read(index.files, threads, blocks)
+
+    blocks = max(2, 2 * CHUNK_BYTES // BLOCK)
+    first, memory = gb_s(plain), gb_s(lambda: plain(blocks))
+    rate = gb_s(load)
+    for megabytes in options.chunks:
+        value = gb_s(lambda: load(megabytes << 20))  # noqa: B023
+        print(f"chunks of {megabytes} MB: {value:.2f} GB/s", flush=True)
+    best = max(first, gb_s(plain))
     print(
-        f"{len(index.files)} files, {index.nbytes / 1e9:.1f} GB: loaded in {seconds:.2f} s, {rate:.2f} GB/s; "
-        f"plain read {best:.2f} GB/s with {threads} threads, share {rate / best:.2f}; into {blocks} x {BLOCK >> 20} MB "
-        f"a thread {memory:.2f} GB/s, share {rate / memory:.2f}"
+        f"{len(index.files)} files, {index.nbytes / 1e9:.1f} GB: loaded in {index.nbytes / rate / 1e9:.2f} s, "
+        f"{rate:.2f} GB/s; plain read {best:.2f} GB/s with {threads} threads, share {rate / best:.2f}; into {blocks} x "
+        f"{BLOCK >> 20} MB a thread {memory:.2f} GB/s, share {rate / memory:.2f}"
     )
-    rows = Rows("load")
+    if not cuda:
+        return 0
+    rows, where = Rows("load"), "disk" if options.drop_caches else "page cache"
     facts = {
         "model": config.name, "quantization": index.quantization or "none", "tp": options.tp,
-        "algorithm": f"{threads} threads, {'disk' if options.drop_caches else 'page cache'}, "
-        f"{config.num_layers} layers, {len(index.files)} files",
+        "algorithm": f"{threads} threads, {where}, {config.num_layers} layers, {len(index.files)} files",
     }  # fmt: skip
     baseline = {"name": f"plain read, {threads} threads", "value": round(best, 3)}
     rows.add("load_gb_s", rate, "GB/s", share=rate / best, baseline=baseline, **facts)
-    rows.add("load_s", seconds, "s", **facts)
-    where = "disk" if options.drop_caches else "page cache"
+    rows.add("load_s", index.nbytes / rate / 1e9, "s", **facts)
     for count, value in ((1, best), (blocks, memory)):
         what = f"{threads} threads, {count} x {BLOCK >> 20} MB each, {where}"
         rows.add("plain_read_gb_s", value, "GB/s", **{**facts, "algorithm": what})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -199,10 +199,12 @@ def _problem(op: str, facts: dict[str, Any]) -> str | None:
     return None if walk else f"no walk for {WIDE_ROWS} rows and more"
 
 
-def dry_run(deployment: Deployment) -> None:
-    """Print each key of the deployment's graph and how many candidates it has."""
+def dry_run(deployment: Deployment, missing: bool = False) -> None:
+    """Print each key of the deployment's graph (missing: without a valid entry) and how many candidates it has."""
     print(deployment)
     for op, facts, configs in _tunable(deployment):
+        if missing and not _problem(op, facts):
+            continue
         print(f"  {op} {choose.key_string(op, facts)}: {len(configs)} candidates")
 
 
@@ -221,7 +223,10 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--context", type=int, default=512, help="tokens in the KV cache (decode)")
     parser.add_argument("--tokens", default="512", help="prefill buckets to tune, comma-separated")
-    parser.add_argument("--budget", default="120s", help="time for each deployment, such as 120s")
+    parser.add_argument(
+        "--budget", default="120s",
+        help="time for each deployment, such as 120s; no key is begun after it",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="list ops and candidates only")
     parser.add_argument(
         "--missing", action="store_true", help="only what has no entry, or a stale one"
@@ -245,7 +250,7 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
         raise EngineError(f"--quantization {args.quantization!r}: choose none, fp8 or none,fp8")
     degrees = _degrees(args.tp)
     found: list[Deployment] = []
-    for model, degree in product(args.model.split(","), degrees):
+    for model, degree in product(dict.fromkeys(args.model.split(",")), degrees):
         try:
             _check_split(model, degree, args.shard_of, args.context)
         except EngineError as error:
@@ -259,12 +264,14 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
                 found += [Deployment(*rank, rows, args.context) for rows in sizes]
             else:
                 found += [Deployment(*rank, 1, t, "prefill") for t in tokens]
+    if not found:
+        raise EngineError(f"--tp {args.tp}: no model of {args.model} can be split so")
     return found
 
 
 def _degrees(text: str) -> list[int]:
     try:
-        return [int(item) for item in text.split(",")]
+        return list(dict.fromkeys(int(item) for item in text.split(",")))
     except ValueError:
         raise EngineError(f"--tp {text!r}: numbers of GPUs, comma-separated, such as 1,2") from None
 
@@ -313,7 +320,7 @@ def _main(argv: list[str] | None) -> int:
         return 1 if sum(check(d) for d in deployments) else 0
     if args.dry_run:
         for deployment in deployments:
-            dry_run(deployment)
+            dry_run(deployment, args.missing)
         return 0
     import torch
 
@@ -325,6 +332,7 @@ def _main(argv: list[str] | None) -> int:
     choose.set_target(gpu, torch.cuda.get_device_properties(0).multi_processor_count)
     for deployment in deployments:
         if args.missing and not any(_problem(op, facts) for op, facts, _ in _tunable(deployment)):
+            print(f"{deployment}: nothing is missing", flush=True)
             continue
         if deployment.tp > torch.cuda.device_count():
             deployment = replace(deployment, tp=1, shard_of=deployment.degree)

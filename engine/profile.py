@@ -56,7 +56,8 @@ def parser() -> Parser:
     group.add_argument("--trace", metavar="FILE", help="timeline for ui.perfetto.dev")
     group.add_argument("--png", metavar="FILE", help="stacked bars (needs matplotlib)")
     group.add_argument("--from", dest="stored", metavar="FILE",
-                       help="run nothing: the table, --trace and --png of a profile that --json wrote")  # fmt: skip
+                       help="run nothing: the table, --trace and --png of a profile that --json wrote; other "
+                            "flags do nothing then")  # fmt: skip
     group.add_argument("--quiet", action="store_true", help="no progress lines on stderr")
     add_engine_options(p)
     return p
@@ -73,13 +74,18 @@ def _main(args: argparse.Namespace) -> int:
 
     methods = ("events", "subtract") if args.method == "both" else (args.method,)
     wanted = Wanted(parse_phases(args.phase), methods, args.rows, args.input_len, args.every)
+    if args.png and Path(args.png).suffix not in ("", ".png"):
+        raise EngineError(f"--png {args.png}: the name of a picture ends in .png")
     for flag in ("json", "trace", "png"):
-        check_output(f"--{flag}", getattr(args, flag))
+        name = getattr(args, flag)
+        if name and args.stored and Path(name).resolve() == Path(args.stored).resolve():
+            raise EngineError(f"--{flag} {name} would overwrite what --from reads")
+        check_output(f"--{flag}", name)
     if args.png:  # said before minutes of work, not after
         from engine.profiling.plots import pyplot
 
         pyplot("--png")
-    if args.stored:
+    if args.stored is not None:
         return _stored(args)
     config, model, _ = resolve(engine_config(args))
     if args.input_len > model.max_position_embeddings:
@@ -172,16 +178,28 @@ def _stored(args: argparse.Namespace) -> int:
     """The tables and pictures of a file of --json."""
     from engine.profiling.report import from_json
 
+    if args.json:
+        raise EngineError("--from reads what --json wrote, and writes no other")
     try:
         content = json.loads(Path(args.stored).read_text())
         profiles = [from_json(phase) for phase in content["phases"]]
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        tables = _tables(profiles, int(content.get("input_len", 0)))
+        title = f"{_title(content)}, {content.get('gpu', '')}, {content.get('date', '')}"
+        if not tables:
+            raise ValueError("it has no phases")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:
         raise EngineError(
             f"--from {args.stored}: not a profile that --json wrote ({type(e).__name__}: {e})"
         ) from None
-    print("\n\n".join(_tables(profiles, content.get("input_len", 0))))
+    print("\n\n".join([title, *tables]))
     _pictures(args, content, profiles)
     return 0
+
+
+def _title(content: dict[str, Any]) -> str:
+    weights = content["quantization"].replace("none", "16-bit")
+    title = f"{content['model']} {weights} TP={content['tp']}"
+    return title + (f" (shards of {content['shard_of']})" if content["shard_of"] else "")
 
 
 def _write(
@@ -210,10 +228,7 @@ def _pictures(
     if args.trace:
         Path(args.trace).write_text(json.dumps(plots.trace(profiles)) + "\n")
     if args.png:
-        weights = content["quantization"].replace("none", "16-bit")
-        title = f"{content['model']} {weights} TP={content['tp']}"
-        title += f" (shards of {content['shard_of']})" if content["shard_of"] else ""
-        plots.draw(profiles, title, args.png)
+        plots.draw(profiles, _title(content), args.png)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def test_rows_of_short_prompts_do_not_say_fp8(monkeypatch, capsys):
     monkeypatch.setattr(ttft, "host_waits", lambda *_: {})
     rows = SimpleNamespace(add=lambda metric, *_, **facts: found.append((metric, facts)))
     args = SimpleNamespace(
-        input_lens="16,64", prefill_activations="auto", all_reduce="lamport", iters=1
+        input_lens="16,64", prefill_activations="auto", all_reduce="lamport", iters=1, pause=0.0
     )
     ttft.measure(rows, args, "qwen2.5-7b:fp8:1", 1e15)
     labels = {(m, f["context"]): f["algorithm"] for m, f in found}

@@ -268,10 +268,40 @@ def test_a_stored_profile_shows_the_same(capsys, tmp_path):
     assert main([*DUMMY, "--tp", "8", "--input-len", "5000", "--json", str(file)]) == 0
     said = capsys.readouterr().out.split("\n\n", 1)[1]  # behind the model's constants
     assert main(["--from", str(file)]) == 0
-    assert capsys.readouterr().out == said
+    title, shown = capsys.readouterr().out.split("\n\n", 1)
+    assert shown == said and title.startswith("qwen2.5-72b fp8 TP=8, ")
     pytest.importorskip("matplotlib")
     assert main(["--from", str(file), "--png", str(picture)]) == 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_stored_profile_is_not_written_over(capsys, tmp_path):
+    file = tmp_path / "p.json"
+    assert main([*DUMMY, "--json", str(file)]) == 0
+    before = file.read_text()
+    capsys.readouterr()
+    for flags in (["--trace", str(file)], ["--json", "x.json"], ["--png", str(tmp_path / "x.svg")]):
+        assert main(["--from", str(file), *flags]) == 2
+        assert capsys.readouterr().err.startswith("error: --")
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize("change", ["quantization", "shard_of", "input_len", "bare_us", "phases"])
+def test_a_profile_that_was_edited_is_one_line(change, capsys, tmp_path):
+    file = tmp_path / "p.json"
+    assert main([*DUMMY, "--json", str(file)]) == 0
+    content = json.loads(file.read_text())
+    if change == "bare_us":
+        content["phases"][0]["bare_us"] = []
+    elif change in ("quantization", "shard_of"):
+        del content[change]
+    else:
+        content[change] = {"input_len": "abc", "phases": []}[change]
+    file.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert main(["--from", str(file)]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith(f"error: --from {file}: not a profile")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"phases": [{"phase": "decode"}]}'])
