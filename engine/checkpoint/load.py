@@ -1,7 +1,7 @@
 """WeightSpecs -> tensors on a device: concat or interleave, cast, FP8, with tied tensors shared.
 
 Each part goes straight into its rows of the final tensors, and FP8 is made part by part: the peak is
-the final size plus one part's slices per loading thread.
+the final size plus one tensor per loading thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
@@ -54,9 +54,11 @@ def is_quantized(spec: WeightSpec, quantization: str | None) -> bool:
     return quantization == "fp8" and spec.quantizable
 
 
-def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    weight: torch.Tensor, largest: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[N, K] -> (float8_e4m3fn [N, K], fp32 scale [N]): scale = max|row| / 448, round to nearest
-    even.
+    even. largest fp32 [N]: max|row| of whole rows, where `weight` holds some of their columns.
 
     A row of zeros gets scale 1. A row with NaN or inf gets a non-finite scale, which loading
     refuses.
@@ -66,7 +68,7 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for first in range(0, weight.shape[0], rows):
         chunk = weight[first : first + rows].float()
-        amax = torch.maximum(chunk.amax(1), -chunk.amin(1))  # no |chunk| in memory; NaN passes on
+        amax = _row_maxima(chunk) if largest is None else largest[first : first + rows]
         # Below this a scale would be subnormal and its reciprocal infinite.
         amax = torch.where(amax < FP8_MAX * torch.finfo(torch.float32).tiny, FP8_MAX, amax)
         # A tensor divisor: CUDA multiplies by the reciprocal of a Python one, and the CPU divides.
@@ -74,6 +76,11 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # s rounds to nearest, so the largest |w| / s can pass 448 by one fp32 ulp: clamp.
         quantized[first : first + rows] = chunk.div(s[:, None]).clamp_(-FP8_MAX, FP8_MAX)
     return quantized, scale
+
+
+def _row_maxima(rows: torch.Tensor) -> torch.Tensor:
+    """max|row| without |rows| in memory; NaN passes on."""
+    return torch.maximum(rows.amax(1), -rows.amin(1)).float()
 
 
 def materialize(
@@ -291,24 +298,40 @@ def _fill(
         fp8 = all(loaded.scale is not None for loaded in held.values())
         weights = {rank: target.weight for rank, target in into.items()}
         pieces = read_ranks(source, part, where, fp8=fp8, into=weights)
+        made = fp8 and any(scale is None for _, scale in pieces.values())
+        largest = _whole_row_maxima(source, part, where) if made else None
         for rank, target in into.items():
-            checks[rank].append((part.name, _place(target, *pieces.pop(rank))))
+            checks[rank].append((part.name, _place(target, *pieces.pop(rank), largest)))
     return checks
+
+
+def _whole_row_maxima(
+    source: WeightSource, part: Part, devices: Mapping[int, torch.device]
+) -> torch.Tensor | None:
+    """max|row| over whole rows of a part of which each rank has some columns: FP8 values are then
+    the same at every TP degree. None where ranks have whole rows."""
+    if part.axis != 1 or all(part.ranges[rank] == (0, part.shape[1]) for rank in devices):
+        return None
+    whole = replace(part, axis=None, ranges=())
+    return _row_maxima(source.read(whole, 0, next(iter(devices.values()))))
 
 
 def _rows(loaded: Loaded, rows: slice) -> Loaded:
     return Loaded(loaded.weight[rows], None if loaded.scale is None else loaded.scale[rows])
 
 
-def _place(into: Loaded, value: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Put a part into its rows, if it is not there yet, quantised if `into` is and it is not; its check."""
+def _place(
+    into: Loaded, value: torch.Tensor, scale: torch.Tensor | None, largest: torch.Tensor | None
+) -> torch.Tensor:
+    """Put a part into its rows, if it is not there yet, quantised if `into` is and it is not; its check.
+    largest: see `quantize_rows`."""
     if into.scale is None:
         if value.data_ptr() != into.weight.data_ptr():
             into.weight.copy_(value)
         return _finite(into.weight)
     bad = None
     if scale is None:
-        value, scale = quantize_rows(value)
+        value, scale = quantize_rows(value, None if largest is None else largest.to(value.device))
     elif value.numel():  # NaN of e4m3 is 0x7f and 0xff
         bad = (value.view(torch.int8).amax() == 0x7F) | (value.view(torch.uint8).amax() == 0xFF)
     if value.data_ptr() != into.weight.data_ptr():

@@ -434,3 +434,24 @@ def test_a_file_that_changes_after_it_was_opened(directory, tmp_path, monkeypatc
     monkeypatch.setattr(source_module, "_on_cuda", lambda devices: onto_gpus)
     with pytest.raises(CheckpointError, match=r"it changed while loading|Is a directory"):
         load_rank(specs, source, 0, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("dummy", [False, True])
+def test_fp8_made_while_loading_is_the_same_at_every_degree(directory, tp, dummy):
+    """o_proj and down are split over columns: their scales are of whole rows, on every rank."""
+    from engine.config import from_dir
+
+    source = DummySource(from_dir(directory)) if dummy else CheckpointSource(directory)
+    one = load_rank(specs_of(directory), source, 0, "cpu", torch.bfloat16, "fp8")
+    split = specs_of(directory, tp)
+    ranks = load_ranks(split, source, dict.fromkeys(range(tp), "cpu"), torch.bfloat16, "fp8")
+    columns = {name for name, spec in split.items() if spec.parts[0].axis == 1}
+    assert len(columns) == 4  # of two layers
+    for name in columns:
+        whole = torch.cat([ranks[rank][name].weight.view(torch.uint8) for rank in range(tp)], 1)
+        assert torch.equal(whole, one[name].weight.view(torch.uint8))
+        for rank in range(tp):
+            assert torch.equal(ranks[rank][name].scale, one[name].scale)
+        alone = load_rank(split, source, tp - 1, "cpu", torch.bfloat16, "fp8")[name]
+        assert torch.equal(alone.scale, one[name].scale)
