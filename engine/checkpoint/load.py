@@ -144,12 +144,15 @@ def load_ranks(
         for rank, device in where.items()
     }
     own_streams = _thread_streams({d for d in where.values() if d.type == "cuda"})
+    inference = (
+        torch.is_inference_mode_enabled()
+    )  # a mode of threads: tensors made in it ask for it
 
     def load(spec: WeightSpec) -> dict[int, _Checks]:
         held = {rank: loaded[spec.name] for rank, loaded in ranks.items() if spec.name in loaded}
         if not held:
             return {}
-        with own_streams():
+        with torch.inference_mode(inference), own_streams():
             checks = _fill(spec, source, held, where)
         if progress is not None:
             for loaded in held.values():

@@ -455,3 +455,14 @@ def test_fp8_made_while_loading_is_the_same_at_every_degree(directory, tp, dummy
             assert torch.equal(ranks[rank][name].scale, one[name].scale)
         alone = load_rank(split, source, tp - 1, "cpu", torch.bfloat16, "fp8")[name]
         assert torch.equal(alone.scale, one[name].scale)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_loading_in_inference_mode(directory, quantization):
+    """The mode belongs to a thread, and tensors made in it are filled by others."""
+    with torch.inference_mode():
+        loaded = load_rank(
+            specs_of(directory), CheckpointSource(directory), 0, "cpu", torch.bfloat16,
+            quantization, threads=3,
+        )  # fmt: skip
+    assert all(held.weight.is_inference() for held in loaded.values())
