@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from tqdm import tqdm
 
-from engine.checkpoint.source import CheckpointSource, WeightSource, read_ranks
+from engine.checkpoint.source import CheckpointSource, WeightSource, read_pieces
 from engine.errors import CheckpointError, EngineError, first_few
 from engine.weights import Part, WeightSpec
 
@@ -300,7 +300,7 @@ def _fill(
         into = {rank: _rows(loaded, rows[rank][i]) for rank, loaded in held.items()}
         fp8 = all(loaded.scale is not None for loaded in held.values())
         weights = {rank: target.weight for rank, target in into.items()}
-        pieces = read_ranks(source, part, where, fp8=fp8, into=weights)
+        pieces = read_pieces(source, part, where, fp8=fp8, into=weights)
         made = fp8 and any(scale is None for _, scale in pieces.values())
         largest = _whole_row_maxima(source, part, where) if made else None
         for rank, target in into.items():

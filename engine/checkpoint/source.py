@@ -91,7 +91,7 @@ def _on_cuda(devices: Mapping[int, torch.device]) -> bool:
 Pieces = dict[int, tuple[torch.Tensor, torch.Tensor | None]]  # rank -> values, scale
 
 
-def read_ranks(
+def read_pieces(
     source: WeightSource,
     part: Part,
     devices: Mapping[int, torch.device],

@@ -82,7 +82,7 @@ def finish_part(
     TAIL: tl.constexpr, WAVE: tl.constexpr,
 ):  # fmt: skip
     """Leave this program's part of a tail tile; for the last to arrive: sum the parts, epilogue, re-arm the
-    ticket."""
+    ticket. x_scale: FP8 x FP8 alone, which never has SWAP."""
     whole, rest, programs = _tail(T, N, BT, BN, TAIL, WAVE)
     index = tile - whole
     first = (index * blocks * programs + programs - 1) // (rest * blocks)
