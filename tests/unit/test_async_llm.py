@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from contextlib import aclosing
 
@@ -118,9 +119,20 @@ def test_any_exception_reaches_all_and_later_requests_are_served(make, monkeypat
         return prefill(slot, ids, *rest)
 
     monkeypatch.setattr(executor, "prefill", broken)
+    held, together = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        """The engine's thread takes no request until all are there."""
+        held.set()
+        together.wait(10)
 
     async def main():
+        llm._commands.put(hold)
+        await asyncio.to_thread(held.wait, 10)
         tasks = [asyncio.create_task(llm.generate(p, LONG)) for p in ([1], [7], [2])]
+        while llm._commands.qsize() < 3:
+            await asyncio.sleep(0.001)
+        together.set()
         for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10):
             assert isinstance(result, RuntimeError) and "overflow" in str(result)
         output = await asyncio.wait_for(llm.generate([1], LONG), 10)
