@@ -9,6 +9,7 @@ measure the same thing.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import subprocess
@@ -45,6 +46,7 @@ def environment() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def driver_version() -> str:
     """Of the NVIDIA driver, such as 580.159.04; empty where nvidia-smi is not there."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -7,7 +7,6 @@ the final size plus one tensor per loading thread.
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest finite e4m3 value
 # Elements whose fp32 copy quantisation holds at a time (256 MB).
 _QUANTIZE_CHUNK = 64 << 20
-_ALLOCATOR_ROUNDS = 512  # bytes, of torch's CUDA allocator
 
 
 @dataclass(frozen=True)
@@ -144,9 +142,8 @@ def load_ranks(
         for rank, device in where.items()
     }
     own_streams = _thread_streams({d for d in where.values() if d.type == "cuda"})
-    inference = (
-        torch.is_inference_mode_enabled()
-    )  # a mode of threads: tensors made in it ask for it
+    # A mode of threads, and tensors made in it are filled in it.
+    inference = torch.is_inference_mode_enabled()
 
     def load(spec: WeightSpec) -> dict[int, _Checks]:
         held = {rank: loaded[spec.name] for rank, loaded in ranks.items() if spec.name in loaded}
@@ -265,25 +262,16 @@ def _allocate(
     dtype: torch.dtype,
     quantization: str | None,
 ) -> dict[str, Loaded]:
-    """Room for one rank's weights, on a CUDA device cut out of one allocation: hundreds of them take
-    seconds, and each holds up the transfers."""
-    wanted = [
-        (s.name, s.local_shape(rank), FP8_DTYPE if is_quantized(s, quantization) else dtype)
-        for s in specs
-    ]
-    if device.type == "cuda":  # the allocator splits what was just freed
-        sizes = (math.prod(shape) * kind.itemsize for _, shape, kind in wanted)
-        total = sum(-(-size // _ALLOCATOR_ROUNDS) * _ALLOCATOR_ROUNDS for size in sizes)
-        torch.empty(total, dtype=torch.uint8, device=device)
-    return {
-        name: Loaded(
-            torch.empty(shape, dtype=kind, device=device),
-            torch.empty(shape[0], dtype=torch.float32, device=device)
-            if kind == FP8_DTYPE
-            else None,
-        )
-        for name, shape, kind in wanted
-    }
+    """Room for one rank's weights."""
+    held = {}
+    for spec in specs:
+        shape, scale = spec.local_shape(rank), None
+        quantized = is_quantized(spec, quantization)
+        if quantized:
+            scale = torch.empty(shape[0], dtype=torch.float32, device=device)
+        kind = FP8_DTYPE if quantized else dtype
+        held[spec.name] = Loaded(torch.empty(shape, dtype=kind, device=device), scale)
+    return held
 
 
 def _fill(
@@ -296,9 +284,9 @@ def _fill(
     rows = {rank: _rows_of_parts(spec, rank) for rank in held}
     checks: dict[int, _Checks] = {rank: [] for rank in held}
     where = {rank: devices[rank] for rank in held}
+    fp8 = all(loaded.scale is not None for loaded in held.values())
     for i, part in enumerate(spec.parts):
         into = {rank: _rows(loaded, rows[rank][i]) for rank, loaded in held.items()}
-        fp8 = all(loaded.scale is not None for loaded in held.values())
         weights = {rank: target.weight for rank, target in into.items()}
         pieces = read_pieces(source, part, where, fp8=fp8, into=weights)
         made = fp8 and any(scale is None for _, scale in pieces.values())

@@ -16,7 +16,7 @@ import torch
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
 
-# Each chunk hands the GIL around a few times, and a hand-over costs tens of us in which no thread goes on.
+# Of pinned memory, twice a thread. 75 GB load alike in chunks of 8 to 64 MB (docs/performance.md).
 CHUNK_BYTES = 16 << 20
 
 

@@ -138,11 +138,7 @@ class Chain:
         A large GEMM runs at the power limit, where the clock follows what ran in the seconds before: two timings a
         few seconds apart can differ by 2 %, two in one round hardly.
         """
-        programs = []
-        for config in configs:
-            choose.set_override(op, config, facts)
-            programs.append(self.executor.lower(self.graph))
-            choose.remove_override(op, facts)
+        programs = [self._lowered(op, facts, config) for config in configs]
         try:
             for program in programs:
                 program.capture()
@@ -164,15 +160,19 @@ class Chain:
     def _program(self, graph: Graph) -> Program:
         return self.executor.lower(graph)
 
+    def _lowered(self, op: str, facts: Mapping[str, Any], config: Any) -> Program:
+        """The chain's graph with `config` for one key."""
+        choose.set_override(op, config, facts)
+        try:
+            return self.executor.lower(self.graph)
+        finally:
+            choose.remove_override(op, facts)
+
     def _compiled(
         self, op: str, facts: Mapping[str, Any], configs: Iterable[Any]
     ) -> list[tuple[Any, Program]]:
         """Lower and warm every candidate, compiling in parallel; those that fail are reported and left out."""
-        programs: list[tuple[Any, Program]] = []
-        for config in configs:
-            choose.set_override(op, config, facts)
-            programs.append((config, self.executor.lower(self.graph)))
-            choose.remove_override(op, facts)
+        programs = [(config, self._lowered(op, facts, config)) for config in configs]
 
         def build(item: tuple[Any, Program]) -> tuple[Any, Program]:
             config, program = item
