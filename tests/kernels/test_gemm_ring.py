@@ -56,8 +56,9 @@ class Case:
             workspace=scratch, **more,
         )  # fmt: skip
 
-    def check(self, epilogue):
-        """One rounding of the result, and fp32 sums: 2^-24 K sum|x w| / K is below 1e-5 per unit of output."""
+    def check(self, epilogue, hopper=0.0):
+        """One rounding of the result, and fp32 sums: 2^-24 K sum|x w| / K is below 1e-5 per unit of output.
+        hopper: what the FP8 tensor cores' sums, short of fp32, may add (test_gemm_tail.py)."""
         double = [None if v is None else v.double() for v in (self.scale, self.bias)]
         y = linear_ref(self.x.double(), self.w.double(), *double)
         if isinstance(epilogue, Residual):
@@ -67,7 +68,7 @@ class Case:
         step = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
         out = epilogue.out
         assert not out.isnan().any()
-        torch.testing.assert_close(out.double(), y, rtol=step[out.dtype] + 1e-5, atol=1e-4)
+        torch.testing.assert_close(out.double(), y, rtol=step[out.dtype] + 1e-5, atol=1e-4 + hopper)
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_rows_for_their_owners_and_fp8_rows_run_on_the_heuristics_kernel(device,
     case.x, store = x, Store(case.poison(N))
     case.run(store, ring(FP8), x_scale=x_scale)
     case.x = x.double() * x_scale.double()[:, None]
-    case.check(store)
+    case.check(store, hopper=2048 / 32 * 2.0**-13 * 4 if device == "cuda" else 0.0)
     assert not gemvs
 
 
