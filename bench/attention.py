@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend
 
 from bench.attention_timing import DecodePoint, Pool, PrefillPoint
 from bench.attention_workers import Shape, Variant, check_all
-from bench.deployment import need_gpu
+from bench.deployment import need_gpu, shapes
 from bench.rows import Rows
 from engine.config import preset
 from engine.kernels import decode_attention as decode
@@ -90,11 +90,10 @@ class Run:
         self.bandwidth = copy_bandwidth(torch.device("cuda", 0))
         print(f"copy bandwidth {self.bandwidth / 1e12:.2f} TB/s")
         self.shapes = []
-        for item in args.models.split(","):
-            name, tp = item.split("/")
-            shard, config = preset(name).shard(int(tp)), preset(name)
+        for name, tp in args.models:
+            shard, config = preset(name).shard(tp), preset(name)
             heads = shard.num_heads, shard.num_kv_heads, config.head_dim
-            self.shapes.append(Shape(name, int(tp), *heads, fp8_kv=args.kv_cache_dtype == "fp8"))
+            self.shapes.append(Shape(name, tp, *heads, fp8_kv=args.kv_cache_dtype == "fp8"))
         self.points: dict[Shape, list[DecodePoint]] = {shape: [] for shape in self.shapes}
         self.choices: dict[str, str] = {}
         self.contexts = [int(x) for x in args.contexts.split(",")]
@@ -269,7 +268,7 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="qwen2.5-72b/8,qwen2.5-72b/2,qwen2.5-7b/1")
+    parser.add_argument("--models", type=shapes, default="qwen2.5-72b/8,qwen2.5-72b/2,qwen2.5-7b/1")
     parser.add_argument("--contexts", default="512,2048,8192,32768,131072")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--rows", default="1,8")

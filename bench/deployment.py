@@ -109,6 +109,34 @@ def _wrong(text: str, problem: object) -> EngineError:
     return EngineError(f"deployment {text!r}: {problem}; the form is {FORM}")
 
 
+def shapes(text: str) -> list[tuple[str, int]]:
+    """(preset, TP) of each of "qwen2.5-72b/2,qwen2.5-7b/1": an argparse type, which names what is wrong."""
+    found = []
+    for item in text.split(","):
+        name, slash, degree = item.partition("/")
+        try:
+            if not slash or not degree.isdecimal():
+                raise EngineError("the form is MODEL/TP[,MODEL/TP...], such as qwen2.5-72b/2")
+            preset(name).shard(int(degree))
+        except EngineError as e:
+            raise argparse.ArgumentTypeError(f"{item!r}: {e}") from None
+        found.append((name, int(degree)))
+    return found
+
+
+def linear_shapes(name: str, tp: int) -> dict[str, tuple[int, int]]:
+    """(N, K) of one rank's linear layers, FP8 where the weights are."""
+    config = preset(name)
+    shard = config.shard(tp)
+    h, d = config.hidden_size, config.head_dim
+    return {
+        "gate_up": (2 * shard.intermediate_size, h),
+        "down": (h, shard.intermediate_size),
+        "qkv": ((shard.num_heads + 2 * shard.num_kv_heads) * d, h),
+        "o": (h, shard.num_heads * d),
+    }
+
+
 def facts(engine: EngineConfig) -> dict[str, Any]:
     """The fields of a row that name the deployment."""
     return {

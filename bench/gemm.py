@@ -21,11 +21,10 @@ from pathlib import Path
 
 import torch
 
-from bench.deployment import need_gpu
+from bench.deployment import linear_shapes, need_gpu, shapes
 from bench.gemm_workers import Variant, check_all, tolerance
 from bench.rows import Rows
 from bench.timing import graph_us
-from engine.config import preset
 from engine.kernels import gemm as op
 from engine.kernels.epilogue import Residual, SiluMul, Store
 from engine.kernels.quantize_rows import quantize_rows_ref
@@ -77,22 +76,12 @@ class Case:
         return 1e6 * max(self.n * self.k * (1 if self.fp8 else 2) / HBM, self.flops / peak)
 
 
-def cases(models: str, tokens: list[int], dtypes: list[str]) -> list[Case]:
+def cases(models: list[tuple[str, int]], tokens: list[int], dtypes: list[str]) -> list[Case]:
     found = []
-    for item in models.split(","):
-        name, tp = item.split("/")
-        config = preset(name)
-        shard = config.shard(int(tp))
-        h, d, i = config.hidden_size, config.head_dim, shard.intermediate_size
-        layers = {
-            "gate_up": (2 * i, h),
-            "down": (h, i),
-            "qkv": ((shard.num_heads + 2 * shard.num_kv_heads) * d, h),
-            "o": (h, shard.num_heads * d),
-        }
+    for name, tp in models:
         for t in tokens:
-            for layer, (n, k) in layers.items():
-                found += [Case(name, int(tp), layer, t, n, k, dt) for dt in dtypes]
+            for layer, (n, k) in linear_shapes(name, tp).items():
+                found += [Case(name, tp, layer, t, n, k, dt) for dt in dtypes]
     return found
 
 
@@ -299,7 +288,7 @@ def variant(case: Case, config: op.GemmConfig) -> Variant:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="qwen2.5-72b/2,qwen2.5-7b/1,qwen2.5-72b/8")
+    parser.add_argument("--models", type=shapes, default="qwen2.5-72b/2,qwen2.5-7b/1,qwen2.5-72b/8")
     parser.add_argument("--tokens", default="512,64,2048,16")
     parser.add_argument("--dtypes", default="bf16,fp8,w8a8")
     parser.add_argument("--time-limit", type=float, default=150.0, help="seconds")

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.deployment import need_gpu
+from bench.deployment import need_gpu, shapes
 from bench.gemv_workers import Problem, Weight, check_all, short, weights
 from bench.rows import Rows
 from bench.timing import graph_us
@@ -194,7 +194,7 @@ def entry(timings: list[Timing], many: Timing | None) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="qwen2.5-72b/2,qwen2.5-72b/8,qwen2.5-7b/1")
+    parser.add_argument("--models", type=shapes, default="qwen2.5-72b/2,qwen2.5-72b/8,qwen2.5-7b/1")
     parser.add_argument("--dtypes", default="fp8,bf16")
     parser.add_argument("--time-limit", type=float, default=140.0, help="seconds")
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from bench.deployment import linear_shapes
 from bench.workers import run_workers, serve
 from engine.config import preset
 from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
@@ -53,26 +54,17 @@ class Weight:
         return [flat[i * size : (i + 1) * size].view(self.n, self.k) for i in range(copies)]
 
 
-def weights(models: str, dtypes: Sequence[str]) -> list[Weight]:
-    """The linear layers of "qwen2.5-72b/2,qwen2.5-7b/1": model / TP degree. lm_head is bf16 only."""
+def weights(models: Sequence[tuple[str, int]], dtypes: Sequence[str]) -> list[Weight]:
+    """The linear layers of each (preset, TP). lm_head is bf16 only."""
     found = []
-    for item in models.split(","):
-        name, tp = item.split("/")
-        config = preset(name)
-        shard = config.shard(int(tp))
-        h, d = config.hidden_size, config.head_dim
-        layers = {
-            "gate_up": (2 * shard.intermediate_size, h),
-            "down": (h, shard.intermediate_size),
-            "qkv": ((shard.num_heads + 2 * shard.num_kv_heads) * d, h),
-            "o": (h, shard.num_heads * d),
-        }
+    for name, tp in models:
         for dtype in dtypes:
             found += [
-                Weight(name, int(tp), layer, n, k, dtype == "fp8")
-                for layer, (n, k) in layers.items()
+                Weight(name, tp, layer, n, k, dtype == "fp8")
+                for layer, (n, k) in linear_shapes(name, tp).items()
             ]
-        found.append(Weight(name, int(tp), "lm_head", shard.vocab_size, h, False))
+        vocab, hidden = preset(name).shard(tp).vocab_size, preset(name).hidden_size
+        found.append(Weight(name, tp, "lm_head", vocab, hidden, False))
     return found
 
 

@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.deployment import need_gpu
+from bench.deployment import need_gpu, shapes
 from bench.gemv_workers import Problem, Weight, short, weights
 from bench.rows import Rows
 from engine.config import preset
@@ -110,7 +110,7 @@ class Chain:
 
     def __init__(self, model: str, tp: int, fp8: bool, rows: int, sm_count: int):
         self.world, self.rows, self.hidden = tp, rows, preset(model).hidden_size
-        kinds = weights(f"{model}/{tp}", ["fp8" if fp8 else "bf16"])
+        kinds = weights([(model, tp)], ["fp8" if fp8 else "bf16"])
         self.kinds = {w.layer: w for w in kinds if w.layer != "lm_head"}
         self.config = {name: tuned(w, sm_count) for name, w in self.kinds.items()}
         self.w = {name: w.random(LAYERS, DEVICE) for name, w in self.kinds.items()}
@@ -301,7 +301,7 @@ def main() -> None:
     """Shards as MODEL/TP; one that fails is reported and the rest goes on."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--models", default="qwen2.5-72b/2,qwen2.5-7b/2,qwen2.5-72b/4,qwen2.5-72b/8"
+        "--models", type=shapes, default="qwen2.5-72b/2,qwen2.5-7b/2,qwen2.5-72b/4,qwen2.5-72b/8"
     )
     parser.add_argument("--dtypes", default="fp8,bf16")
     parser.add_argument("--rows", default="1")
@@ -315,8 +315,8 @@ def main() -> None:
     print(f"us a layer; GEMVs poll by themselves up to {MOST_BYTES >> 10} KB of messages")
     for count in args.rows.split(","):
         for dtype in args.dtypes.split(","):
-            for item in args.models.split(","):
-                model, tp = item.split("/")
+            for model, tp in args.models:
+                item = f"{model}/{tp}"
                 if args.time_limit - (time.perf_counter() - begin) < 12:
                     print(f"time limit: {item} {dtype} rows={count} left out", flush=True)
                     continue
@@ -324,7 +324,7 @@ def main() -> None:
                     measure(
                         rows,
                         model,
-                        int(tp),
+                        tp,
                         dtype == "fp8",
                         int(count),
                         properties.multi_processor_count,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from bench import long_run, ttft
-from bench.deployment import each, parse
+from bench import attention, gemm, gemv, long_run, poll, ttft
+from bench.deployment import each, linear_shapes, parse, shapes
 from bench.latency import decode_ahead, generate
 from engine.errors import EngineError
 from engine.runtime.buckets import prefill_buckets
@@ -196,3 +197,29 @@ def test_ttft_checks_its_arguments_first(flags, problem, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert ttft.main(["qwen2.5-7b:none:1", *flags]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_shapes_of_the_kernel_benches():
+    assert shapes("qwen2.5-72b/8,qwen2.5-7b/1") == [("qwen2.5-72b", 8), ("qwen2.5-7b", 1)]
+    assert linear_shapes("qwen2.5-72b", 2) == {
+        "gate_up": (29568, 8192), "down": (8192, 14784), "qkv": (5120, 8192), "o": (8192, 4096),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text,problem",
+    [
+        ("qwen2.5-72b", "the form is MODEL/TP"),
+        ("qwen2.5-72b/two", "the form is MODEL/TP"),
+        ("qwen9-72b/2", "qwen9-72b"),
+        ("qwen2.5-7b/3", "3"),
+    ],
+)
+@pytest.mark.parametrize("script", [attention, gemm, gemv, poll])
+def test_a_wrong_shape_is_one_line_with_code_2(script, text, problem, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench", "--models", text])
+    with pytest.raises(SystemExit) as exit:
+        script.main()
+    assert exit.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--models" in line and problem in line and repr(text) in line
