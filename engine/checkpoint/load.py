@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -123,9 +122,9 @@ def load_ranks(
 ) -> dict[int, dict[str, Loaded]]:
     """rank -> spec name -> weight, for the ranks of `devices`, in one pass over the files.
 
-    `threads` threads take the weights in order, each for all ranks (default 4 a CUDA rank, 8 to 16;
-    1 on CPU, where torch itself uses every core). A `CheckpointSource` is first checked against the
-    specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a view of it.
+    `threads` threads read a checkpoint for CUDA ranks, and one puts what they read in its place; other sources are
+    read by as many threads as make the weights (default: `load_threads`). A `CheckpointSource` is first checked
+    against the specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a view of it.
     Raises CheckpointError: before any tensor is read, but for NaN or inf, found at the end.
     """
     specs = list(specs.values() if isinstance(specs, Mapping) else specs)
@@ -141,29 +140,42 @@ def load_ranks(
         )
         for rank, device in where.items()
     }
-    own_streams = _thread_streams({d for d in where.values() if d.type == "cuda"})
+    held = [
+        {rank: loaded[spec.name] for rank, loaded in ranks.items() if spec.name in loaded}
+        for spec in specs
+    ]
+    on_cuda = {device for device in where.values() if device.type == "cuda"}
+    streams = [torch.cuda.current_stream(device) for device in on_cuda]
     # A mode of threads, and tensors made in it are filled in it.
     inference = torch.is_inference_mode_enabled()
 
-    def load(spec: WeightSpec) -> dict[int, _Checks]:
-        held = {rank: loaded[spec.name] for rank, loaded in ranks.items() if spec.name in loaded}
+    def load(spec: WeightSpec, held: dict[int, Loaded]) -> dict[int, _Checks]:
         if not held:
             return {}
-        with torch.inference_mode(inference), own_streams():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
             checks = _fill(spec, source, held, where)
         if progress is not None:
             for loaded in held.values():
                 progress(loaded.nbytes)
         return checks
 
-    with ThreadPoolExecutor(threads or load_threads(where.values())) as pool:
-        futures = [pool.submit(load, spec) for spec in specs]
+    threads = threads or load_threads(where.values())
+    reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if isinstance(source, CheckpointSource) and source.staged(where):
+        reads = (read for spec, of in zip(specs, held) for read in _reads(spec, source, of, where))
+        reading, threads = source.read_ahead(reads, threads), 1
+    with reading, ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(load, *each) for each in zip(specs, held)]
         try:
             found = [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    _settle(where.values())
+    for device in on_cuda:
+        torch.cuda.synchronize(device)
     for rank, alias in aliases.items():
         _refuse_nonfinite([check for checks in found for check in checks.get(rank, [])])
         for name, (owner, first, last) in alias.items():
@@ -174,39 +186,9 @@ def load_ranks(
 
 
 def load_threads(devices: Iterable[torch.device]) -> int:
-    """Default threads of a load onto `devices`, one of each rank."""
+    """Default threads of a load onto `devices`, one of each rank; 1 on CPU, where torch itself uses every core."""
     on_cuda = sum(device.type == "cuda" for device in devices)
     return min(16, max(8, 4 * on_cuda)) if on_cuda else 1
-
-
-def _thread_streams(
-    devices: Iterable[torch.device],
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context in which each of the CUDA devices has a current stream of the calling thread's own, behind
-    what was queued so far: its transfers wait for no other thread's."""
-    local, before = threading.local(), [torch.cuda.current_stream(device) for device in devices]
-
-    @contextlib.contextmanager
-    def entered() -> Iterator[None]:
-        if not hasattr(local, "streams"):
-            local.streams = [torch.cuda.Stream(stream.device) for stream in before]
-            for own, earlier in zip(local.streams, before):
-                own.wait_stream(earlier)
-        with contextlib.ExitStack() as stack:
-            for stream in local.streams:
-                stack.enter_context(torch.cuda.stream(stream))
-            yield
-
-    return entered
-
-
-def _settle(devices: Iterable[torch.device]) -> None:
-    """Wait for all threads' streams, and give back what only they could have used again."""
-    on_cuda = {device for device in devices if device.type == "cuda"}
-    for device in on_cuda:
-        torch.cuda.synchronize(device)
-    if on_cuda:
-        torch.cuda.empty_cache()
 
 
 def find_aliases(
@@ -274,6 +256,20 @@ def _allocate(
     return held
 
 
+def _reads(
+    spec: WeightSpec,
+    source: CheckpointSource,
+    held: Mapping[int, Loaded],
+    devices: Mapping[int, torch.device],
+) -> Iterator[tuple[Part, dict[int, torch.device]]]:
+    """What `_fill` reads, in its order."""
+    where = {rank: devices[rank] for rank in held}
+    for part in spec.parts if held else ():
+        yield part, where
+        if _is_fp8(held) and not source.keeps_fp8(part) and _cuts_rows(part, where):
+            yield _whole(part), {0: _first(where)}
+
+
 def _fill(
     spec: WeightSpec,
     source: WeightSource,
@@ -284,27 +280,35 @@ def _fill(
     rows = {rank: _rows_of_parts(spec, rank) for rank in held}
     checks: dict[int, _Checks] = {rank: [] for rank in held}
     where = {rank: devices[rank] for rank in held}
-    fp8 = all(loaded.scale is not None for loaded in held.values())
+    fp8 = _is_fp8(held)
     for i, part in enumerate(spec.parts):
         into = {rank: _rows(loaded, rows[rank][i]) for rank, loaded in held.items()}
         weights = {rank: target.weight for rank, target in into.items()}
         pieces = read_pieces(source, part, where, fp8=fp8, into=weights)
-        made = fp8 and any(scale is None for _, scale in pieces.values())
-        largest = _whole_row_maxima(source, part, where) if made else None
+        largest = None
+        if fp8 and any(scale is None for _, scale in pieces.values()) and _cuts_rows(part, where):
+            # Of whole rows, so that FP8 values are the same at every TP degree.
+            largest = _row_maxima(source.read(_whole(part), 0, _first(where)))
         for rank, target in into.items():
             checks[rank].append((part.name, _place(target, *pieces.pop(rank), largest)))
     return checks
 
 
-def _whole_row_maxima(
-    source: WeightSource, part: Part, devices: Mapping[int, torch.device]
-) -> torch.Tensor | None:
-    """max|row| over whole rows of a part of which each rank has some columns: FP8 values are then
-    the same at every TP degree. None where ranks have whole rows."""
-    if part.axis != 1 or all(part.ranges[rank] == (0, part.shape[1]) for rank in devices):
-        return None
-    whole = replace(part, axis=None, ranges=())
-    return _row_maxima(source.read(whole, 0, next(iter(devices.values()))))
+def _is_fp8(held: Mapping[int, Loaded]) -> bool:
+    return all(loaded.scale is not None for loaded in held.values())
+
+
+def _cuts_rows(part: Part, ranks: Iterable[int]) -> bool:
+    """Whether a rank has some columns of each row only."""
+    return part.axis == 1 and any(part.ranges[rank] != (0, part.shape[1]) for rank in ranks)
+
+
+def _whole(part: Part) -> Part:
+    return replace(part, axis=None, ranges=())
+
+
+def _first(devices: Mapping[int, torch.device]) -> torch.device:
+    return next(iter(devices.values()))
 
 
 def _rows(loaded: Loaded, rows: slice) -> Loaded:

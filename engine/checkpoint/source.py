@@ -1,25 +1,24 @@
 """Where weights come from: one rank's slice of one HF tensor at a time.
 
-`CheckpointSource` maps the files and copies only the slice; `DummySource` makes random weights that
-are the same for every TP degree and every device.
+`CheckpointSource` maps the files, or reads them for CUDA devices, and copies only the slice. dummy.py makes random weights.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import mmap
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
+from engine.checkpoint.read_ahead import Wanted
 from engine.checkpoint.scheme import Scheme, scale_of
 from engine.checkpoint.staging import CHUNK_BYTES, Staging
-from engine.config import ModelConfig
 from engine.errors import CheckpointError, first_few
 from engine.weights import Part, WeightSpec
 
@@ -68,7 +67,8 @@ def apply_layout(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return heads.transpose(1, 2).reshape(tensor.shape)
 
 
-def _pad(tensor: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
+def pad(tensor: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
+    """With zeros for the indices past the end of the HF tensor."""
     count = padding(part, rank)
     if not count:
         return tensor
@@ -84,8 +84,8 @@ def _pad_scale(scale: torch.Tensor, part: Part, rank: int) -> torch.Tensor:
     return torch.nn.functional.pad(scale, (0, missing), value=1.0) if missing else scale
 
 
-def _on_cuda(devices: Mapping[int, torch.device]) -> bool:
-    return all(device.type == "cuda" for device in devices.values())
+def _local_ranges(part: Part, ranks: Iterable[int]) -> dict[int, tuple[int, int]]:
+    return {rank: local_range(part, rank) for rank in ranks}
 
 
 Pieces = dict[int, tuple[torch.Tensor, torch.Tensor | None]]  # rank -> values, scale
@@ -143,7 +143,7 @@ class CheckpointSource:
         read straight into it, and it is what is given."""
         info = self._info(part)
         is_fp8 = self.index.is_fp8(part.name)
-        keep = fp8 and is_fp8 and not self._scheme.block
+        keep = fp8 and self.keeps_fp8(part)
         straight = (
             into is not None
             and part.layout == "natural"
@@ -152,7 +152,7 @@ class CheckpointSource:
             and all(into[rank].dtype == TORCH_DTYPES[info.dtype] for rank in devices)
         )
         stored = self._read_stored(info, part, devices, into if straight else None)
-        scales = self._row_scales(part, devices) if is_fp8 and not self._scheme.block else {}
+        scales = self._row_scales(part, devices) if self.keeps_fp8(part) else {}
         pieces: Pieces = {}
         for rank in devices:
             piece, scale = stored.pop(rank), None
@@ -166,9 +166,31 @@ class CheckpointSource:
                 piece = piece.float().mul_(blocks[:, columns])
             elif is_fp8:
                 piece = piece.float().mul_(scales[rank][:, None])
-            piece = _pad(apply_layout(piece, part), part, rank)
+            piece = pad(apply_layout(piece, part), part, rank)
             pieces[rank] = (piece.view(torch.float8_e4m3fn) if keep else piece), scale
         return pieces
+
+    @staticmethod
+    def staged(devices: Mapping[int, torch.device]) -> bool:
+        """Whether bytes for these devices go through pinned buffers, not through mapped files."""
+        return all(device.type == "cuda" for device in devices.values())
+
+    def keeps_fp8(self, part: Part) -> bool:
+        """Whether `read_ranks` can give the part as stored: in FP8 with a scale a row."""
+        return self.index.is_fp8(part.name) and not self._scheme.block
+
+    def read_ahead(
+        self, parts: Iterable[tuple[Part, Mapping[int, torch.device]]], threads: int
+    ) -> AbstractContextManager[None]:
+        """Inside, `threads` threads read for the calls of `read_ranks` to come: these parts, for these devices
+        (`staged`), in this order, from one thread."""
+        wanted = []
+        for part, devices in parts:
+            wanted.append(Wanted(self._info(part), part.axis, _local_ranges(part, devices)))
+            if self.keeps_fp8(part):
+                wanted.append(self._wanted_scales(part, devices))
+        wanted = [each for each in wanted if each.info.shape]  # a scalar is not staged
+        return self._staging.read_ahead(wanted, threads, pinned=torch.cuda.is_available())
 
     def check_scales(self) -> None:
         """Read every scale of an FP8 checkpoint: CheckpointError for one that is not finite or not
@@ -209,10 +231,10 @@ class CheckpointSource:
         into: Mapping[int, torch.Tensor] | None,
     ) -> dict[int, torch.Tensor]:
         """Each rank's slice as stored, natural row order, not padded; on CUDA devices `into`, if given."""
-        ranges = {rank: local_range(part, rank) for rank in devices}
-        if _on_cuda(devices):
-            dtype = TORCH_DTYPES[info.dtype]
-            return self._staging.read(info, dtype, part.axis, ranges, devices, into)
+        ranges = _local_ranges(part, devices)
+        if self.staged(devices):
+            wanted = Wanted(info, part.axis, ranges)
+            return self._staging.read(wanted, TORCH_DTYPES[info.dtype], devices, into)
         whole = self._view(info)
         if part.axis is None:
             return dict.fromkeys(devices, whole)
@@ -228,18 +250,21 @@ class CheckpointSource:
         self, part: Part, devices: Mapping[int, torch.device]
     ) -> dict[int, torch.Tensor]:
         """fp32 [rows] of each rank's slice, or [1] of a tensor with one scale."""
+        wanted = self._wanted_scales(part, devices)
+        if self.staged(devices) and wanted.info.shape:
+            read = self._staging.read(wanted, TORCH_DTYPES[wanted.info.dtype], devices)
+            return {rank: scale.float().view(-1) for rank, scale in read.items()}
+        scale = self._view(wanted.info).float().view(-1)
+        return {
+            rank: scale[slice(*wanted.ranges[rank]) if wanted.axis == 0 else slice(None)].to(device)
+            for rank, device in devices.items()
+        }
+
+    def _wanted_scales(self, part: Part, ranks: Iterable[int]) -> Wanted:
+        """Of each rank's rows; the whole of a tensor's one scale."""
         info = self._scale_info(part)
         by_row = part.axis == 0 and math.prod(info.shape) > 1
-        ranges = {rank: local_range(part, rank) if by_row else (0, 0) for rank in devices}
-        axis = 0 if by_row else None
-        if _on_cuda(devices) and info.shape:
-            read = self._staging.read(info, TORCH_DTYPES[info.dtype], axis, ranges, devices)
-            return {rank: scale.float().view(-1) for rank, scale in read.items()}
-        scale = self._view(info).float().view(-1)
-        return {
-            r: (scale[slice(*ranges[r])] if by_row else scale).to(device)
-            for r, device in devices.items()
-        }
+        return Wanted(info, 0 if by_row else None, _local_ranges(part, ranks))
 
     def _block_scale(
         self, part: Part, rank: int, device: torch.device
@@ -298,76 +323,3 @@ class CheckpointSource:
         count = math.prod(info.shape)
         flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.offset)
         return flat.view(info.shape)
-
-
-class DummySource:
-    """Random weights for benchmarks and tests: finite over any depth, quick to make, reproducible.
-
-    Row i of a tensor is a window of one pool of normal numbers, at an offset drawn from (seed,
-    name, i): so any slice of any TP degree is exactly the slice of the same whole tensor, CPU and
-    CUDA agree, and making a slice costs one gather out of a pool that stays in the L2 cache.
-    Scales: a linear has std 1/sqrt(fan in), o_proj and down_proj another 1/sqrt(2 * layers), so
-    that the residual stream grows by at most a factor of about sqrt(2) over all layers; norm
-    weights are 1 +- 0.05, biases +- 0.05; embeddings 1, or 1/sqrt(hidden) when they are also the
-    lm_head.
-    """
-
-    POOL = 1 << 20  # distinct windows
-
-    def __init__(self, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.bfloat16):
-        self.config, self.seed, self.dtype = config, seed, dtype
-        width = max(
-            config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-        )
-        generator = torch.Generator().manual_seed(seed)
-        # A vector (norm, bias) is one window: no longer than the widest row.
-        self._normal = torch.randn(self.POOL + width, generator=generator)
-        self._pools: dict[tuple[float, float, torch.device], torch.Tensor] = {}
-        self._lock = threading.Lock()
-
-    def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
-        """See WeightSource; dtype is the one given to the constructor."""
-        pool = self._pool(*self._mean_std(part), torch.device(device))
-        start, stop = local_range(part, rank)
-        if len(part.shape) == 1:
-            first = int(self._offsets(part.name, 1)[0])
-            piece = pool[first + start : first + stop]
-        else:
-            rows, cols = part.shape
-            offsets = self._offsets(part.name, rows)
-            if part.axis == 0:
-                offsets = offsets[start:stop]
-            elif part.axis == 1:
-                offsets, cols = offsets + start, stop - start
-            windows = pool.unfold(0, cols, 1)  # [POOL + width - cols + 1, cols], a view
-            piece = windows.index_select(0, offsets.to(pool.device))
-        return _pad(apply_layout(piece, part), part, rank)
-
-    def _mean_std(self, part: Part) -> tuple[float, float]:
-        name, fan_in = part.name, part.shape[-1]
-        if name.endswith("norm.weight"):
-            return 1.0, 0.05
-        if len(part.shape) == 1:
-            return 0.0, 0.05
-        if name.endswith("embed_tokens.weight") and not self.config.tie_word_embeddings:
-            return 0.0, 1.0
-        depth = (
-            2 * self.config.num_layers
-            if name.endswith(("o_proj.weight", "down_proj.weight"))
-            else 1
-        )
-        return 0.0, 1.0 / math.sqrt(fan_in * depth)
-
-    def _offsets(self, name: str, rows: int) -> torch.Tensor:
-        """int64 [rows]: the first pool index of each row of the whole tensor."""
-        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        return torch.randint(0, self.POOL, (rows,), generator=generator)
-
-    def _pool(self, mean: float, std: float, device: torch.device) -> torch.Tensor:
-        key = (mean, std, device)
-        with self._lock:
-            if key not in self._pools:
-                # Rounded to the dtype here and not on the device: the same bits everywhere.
-                self._pools[key] = (self._normal * std + mean).to(self.dtype).to(device)
-            return self._pools[key]

@@ -1,130 +1,99 @@
-"""File -> devices through two small pinned buffers a thread: the read of one chunk overlaps the
-transfer of the chunk before it, and each byte of the file is read once for all ranks. `preadv` goes
-straight into pinned memory, without the page faults of a mapping and without the GIL, so that
-threads add up."""
+"""File -> devices through small pinned buffers, each byte of the files read once for all ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from engine.checkpoint.safetensors_header import TensorInfo
+from engine.checkpoint.read_ahead import Buffer, Chunk, ReadAhead, Wanted
 from engine.errors import CheckpointError
 
-# Of pinned memory, twice a thread. 75 GB load alike in chunks of 8 to 64 MB (docs/performance.md).
-CHUNK_BYTES = 16 << 20
-
-
-@dataclass
-class _Buffer:
-    """raw: uint8. sent: by device, an event behind the last transfer out of it."""
-
-    raw: torch.Tensor
-    sent: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.memory: memoryview = self.raw.numpy().data
-
-    def wait(self) -> None:
-        for event in self.sent.values():
-            if not event.query():
-                event.synchronize()
-
-    def mark(self, device: torch.device) -> None:
-        if device not in self.sent:
-            self.sent[device] = torch.cuda.Event()
-        self.sent[device].record(torch.cuda.current_stream(device))
+CHUNK_BYTES = 4 << 20  # of a buffer; a thread has `read_ahead.BUFFERS`
 
 
 class Staging:
-    """Reads slices of tensors onto devices. Safe to call from several threads. A CPU device takes
-    the same path with ordinary buffers (tests)."""
+    """Reads slices of tensors onto devices. A CPU device takes the same path with ordinary buffers (tests)."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES):
         self._chunk_bytes = chunk_bytes
+        self._ahead: ReadAhead | None = None
         self._local = threading.local()
         self._files: dict[Path, int] = {}
         self._lock = threading.Lock()
 
+    @contextlib.contextmanager
+    def read_ahead(self, wanted: Iterable[Wanted], threads: int, pinned: bool) -> Iterator[None]:
+        """Inside, `threads` threads read for the calls of `read` to come: of these, in this order, from one thread. A
+        `read` of something else reads for itself."""
+        chunks = [chunk for each in wanted for chunk in each.chunks(self._chunk_bytes)]
+        self._ahead = ReadAhead(chunks, threads, self._descriptor, pinned)
+        try:
+            yield
+        finally:
+            self._ahead.close()
+            self._ahead = None
+
     def read(
         self,
-        info: TensorInfo,
+        wanted: Wanted,
         dtype: torch.dtype,
-        axis: int | None,
-        ranges: Mapping[int, tuple[int, int]],
         devices: Mapping[int, torch.device],
         into: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """rank -> [start, stop) = ranges[rank] along `axis` (0, 1 or None: all) of a 1-D or 2-D
-        tensor: new and contiguous on devices[rank], or into[rank] (any strides), in the order of that
+        """rank -> its slice: new and contiguous on devices[rank], or into[rank] (any strides), in the order of that
         device's current stream.
 
-        A column slice is cut on its device, to which whole rows travel. Raises CheckpointError if
-        the file ends early or cannot be read."""
-        out, rows_of = {}, {}
-        for rank, (start, stop) in ranges.items():
-            shape = list(info.shape)
-            if axis is not None:
-                shape[axis] = stop - start
+        A column slice is cut on its device, to which whole rows travel. Safe to call from several threads outside
+        `read_ahead`. Raises CheckpointError if the file ends early or cannot be read."""
+        out = {}
+        for rank in wanted.ranges:
+            shape = wanted.shape(rank)
             if into is None:
                 out[rank] = torch.empty(shape, dtype=dtype, device=devices[rank])
             else:
                 out[rank] = into[rank]
                 assert list(out[rank].shape) == shape and out[rank].dtype == dtype
-            if out[rank].numel():
-                rows_of[rank] = (start, stop) if axis == 0 else (0, shape[0])
-        if not rows_of:
-            return out
-        whole_row = info.nbytes // info.shape[0]  # bytes of a row of the file
-        step = max(1, self._chunk_bytes // whole_row)
-        first, last = min(a for a, _ in rows_of.values()), max(b for _, b in rows_of.values())
-        pinned = any(devices[rank].type == "cuda" for rank in rows_of)
-        file = self._descriptor(info.file)
-        for row in range(first, last, step):
-            end = min(row + step, last)
-            takers = {r: (max(row, a), min(end, b)) for r, (a, b) in rows_of.items()}
+        rows = wanted.rows()
+        for chunk in wanted.chunks(self._chunk_bytes):
+            takers = {r: (max(chunk.row, a), min(chunk.end, b)) for r, (a, b) in rows.items()}
             takers = {r: (a, b) for r, (a, b) in takers.items() if a < b}
-            if not takers:
-                continue
-            buffer = self._buffer(max(whole_row, self._chunk_bytes), pinned)
-            nbytes = (end - row) * whole_row
-            _read_exactly(file, buffer.memory[:nbytes], info.offset + row * whole_row, info)
-            chunk = buffer.raw[:nbytes].view(dtype).view(end - row, *info.shape[1:])
+            ahead = self._ahead if self._ahead and self._ahead.is_next(chunk) else None
+            pinned = any(devices[rank].type == "cuda" for rank in takers)
+            buffer = ahead.take() if ahead else self._read_now(chunk, pinned)
+            held = buffer.memory[: chunk.nbytes].view(dtype)
+            held = held.view(chunk.end - chunk.row, *wanted.info.shape[1:])
             landed: dict[torch.device, torch.Tensor] = {}
             for rank, (a, b) in takers.items():
-                piece = chunk[a - row : b - row]
+                piece = held[a - chunk.row : b - chunk.row]
                 device, target = devices[rank], out[rank]
-                if axis == 1 and target.shape[1] < info.shape[1]:
+                if wanted.axis == 1 and target.shape[1] < wanted.info.shape[1]:
                     if device not in landed:
                         landed[device] = piece.to(device, non_blocking=True)
-                    piece = landed[device][:, slice(*ranges[rank])]
-                at = a - rows_of[rank][0]
+                    piece = landed[device][:, slice(*wanted.ranges[rank])]
+                at = a - rows[rank][0]
                 target[at : at + b - a].copy_(piece, non_blocking=True)
             for device in {devices[rank] for rank in takers}:
                 if device.type == "cuda":
                     buffer.mark(device)
+            if ahead:
+                ahead.give(buffer)
         return out
 
-    def _buffer(self, nbytes: int, pinned: bool) -> _Buffer:
-        """The less recently used of this thread's two buffers, at least `nbytes` long, free to be
-        overwritten."""
+    def _read_now(self, chunk: Chunk, pinned: bool) -> Buffer:
+        """In this thread's own buffer, which the next call overwrites."""
         key = f"pinned-{pinned}"
-        held: list[_Buffer] = getattr(self._local, key, [])
-        if not held or held[0].raw.numel() < nbytes:
-            for buffer in held:
-                buffer.wait()
-            held = [
-                _Buffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)) for _ in range(2)
-            ]
-            setattr(self._local, key, held)
-        held.reverse()
-        held[0].wait()
-        return held[0]
+        buffer: Buffer | None = getattr(self._local, key, None)
+        if buffer is None or buffer.memory.numel() < chunk.nbytes:
+            size = max(chunk.nbytes, self._chunk_bytes)
+            buffer = Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+            setattr(self._local, key, buffer)
+        buffer.fill(self._descriptor(chunk.info.file), chunk)
+        return buffer
 
     def _descriptor(self, file: Path) -> int:
         with self._lock:
@@ -140,15 +109,3 @@ class Staging:
     def __del__(self) -> None:
         for descriptor in getattr(self, "_files", {}).values():
             os.close(descriptor)
-
-
-def _read_exactly(file: int, view: memoryview, offset: int, info: TensorInfo) -> None:
-    """Read exactly len(view) bytes at `offset`."""
-    while view:
-        try:
-            done = os.preadv(file, [view], offset)
-        except OSError as e:
-            raise CheckpointError(f"{info.file}: reading {info.name}: {e.strerror}") from None
-        if not done:
-            raise CheckpointError(f"{info.file} ends inside {info.name}: it changed while loading")
-        view, offset = view[done:], offset + done

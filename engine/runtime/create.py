@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.checkpoint.dummy import DummySource
 from engine.checkpoint.load import Loaded, LoadProgress, find_aliases, load_ranks
 from engine.checkpoint.memory import MemoryTable, check_fit, weight_bytes
-from engine.checkpoint.source import CheckpointSource, DummySource, WeightSource
+from engine.checkpoint.source import CheckpointSource, WeightSource
 from engine.config import EngineConfig, ModelConfig
 from engine.demo import MODEL_FOLDER
 from engine.errors import EngineError

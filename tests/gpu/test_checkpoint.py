@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.checkpoint.dummy import DummySource
 from engine.checkpoint.load import load_ranks, quantize_rows
-from engine.checkpoint.source import CheckpointSource, DummySource
+from engine.checkpoint.source import CheckpointSource
 from engine.config import from_dir
 from tests.unit.checkpoint_fixtures import save_model, specs_of, store_fp8
 

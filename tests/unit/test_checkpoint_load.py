@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from engine.checkpoint import load as load_module
-from engine.checkpoint import source as source_module
+from engine.checkpoint.dummy import DummySource
 from engine.checkpoint.load import (
     FP8_DTYPE,
     LoadProgress,
@@ -24,7 +24,7 @@ from engine.checkpoint.load import (
     quantize_rows,
 )
 from engine.checkpoint.memory import weight_bytes
-from engine.checkpoint.source import CheckpointSource, DummySource, WeightSource
+from engine.checkpoint.source import CheckpointSource, WeightSource
 from engine.errors import CheckpointError, EngineError
 from engine.weights import Part, WeightSpec
 from tests.unit.checkpoint_fixtures import save_model, specs_of
@@ -370,7 +370,7 @@ def test_a_file_that_changes_after_it_was_opened(directory, tmp_path, monkeypatc
         file.mkdir()
     elif what != "gone":
         file.write_bytes(b"" if what == "empty" else content[:-64])
-    monkeypatch.setattr(source_module, "_on_cuda", lambda devices: onto_gpus)
+    monkeypatch.setattr(CheckpointSource, "staged", lambda self, devices: onto_gpus)
     with pytest.raises(CheckpointError, match=r"it changed while loading|Is a directory"):
         load_rank(specs, source, 0, "cpu", torch.float32)
 

@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 import torch
 
+from engine.checkpoint.dummy import DummySource
 from engine.checkpoint.load import FP8_DTYPE, load_rank
 from engine.checkpoint.memory import GIB, check_fit, kv_bytes_per_token, weight_bytes
-from engine.checkpoint.source import DummySource
 from engine.config import preset
 from engine.errors import EngineError
 from engine.runtime.state import new_state

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.checkpoint import source as source_module
 from engine.checkpoint.load import load_ranks
 from engine.checkpoint.source import CheckpointSource
 from engine.errors import CheckpointError
@@ -44,9 +43,11 @@ def test_same_bits_as_from_the_mapped_files(directories, monkeypatch, kind, quan
     directory, devices = directories[kind], dict.fromkeys(range(tp), "cpu")
     specs = CheckpointSource(directory).index.adapt(specs_of(directory, tp))
     want = load_ranks(specs, CheckpointSource(directory), devices, torch.bfloat16, quantization)
-    monkeypatch.setattr(source_module, "_on_cuda", lambda devices: True)
+    monkeypatch.setattr(CheckpointSource, "staged", lambda self, devices: True)
     for chunk in (1, 1 << 10, 1 << 20):
         source = CheckpointSource(directory, chunk)
+        # Whatever is read was announced, in the same order: the placing thread reads nothing.
+        monkeypatch.setattr(source._staging, "_read_now", None)
         got = load_ranks(specs, source, devices, torch.bfloat16, quantization, threads=3)
         for rank, weights in want.items():
             assert list(got[rank]) == list(weights)
@@ -63,13 +64,13 @@ def test_nan_of_an_fp8_weight_is_found_where_it_was_read(directories, monkeypatc
     directory = directories["channel"]
     name = "model.layers.1.mlp.gate_proj.weight"  # every other row of gate_up
     specs = CheckpointSource(directory).index.adapt(specs_of(directory, 2))
-    monkeypatch.setattr(source_module, "_on_cuda", lambda devices: True)
+    monkeypatch.setattr(CheckpointSource, "staged", lambda self, devices: True)
     source = CheckpointSource(directory)
     read = source._staging.read
 
-    def spoiled(info, *args):
-        out = read(info, *args)
-        if info.name == name:
+    def spoiled(wanted, *args):
+        out = read(wanted, *args)
+        if wanted.info.name == name:
             out[1].view(torch.uint8)[3, 4] = value
         return out
 

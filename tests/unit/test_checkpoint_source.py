@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint.dummy import DummySource
 from engine.checkpoint.load import load_rank
-from engine.checkpoint.source import CheckpointSource, DummySource, apply_layout
+from engine.checkpoint.source import CheckpointSource, apply_layout
 from engine.config import ModelConfig, preset
 from engine.errors import CheckpointError
 from engine.weights import Part

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.checkpoint.read_ahead import BUFFERS, Wanted
 from engine.checkpoint.safetensors_header import read_header
 from engine.checkpoint.source import TORCH_DTYPES
 from engine.checkpoint.staging import Staging
@@ -68,7 +70,7 @@ def test_every_slice_and_chunk(headers, tensors, name, axis, ranges, chunk):
     for _ in range(2):  # the second time with used buffers
         wanted = dict(enumerate(ranges))
         devices = dict.fromkeys(wanted, CPU)
-        got = staging.read(info, TORCH_DTYPES[info.dtype], axis, wanted, devices)
+        got = staging.read(Wanted(info, axis, wanted), TORCH_DTYPES[info.dtype], devices)
         assert list(got) == list(wanted)
         for rank, (start, stop) in wanted.items():
             whole = tensors[name]
@@ -86,7 +88,8 @@ def test_rows_of_an_interleaved_weight_are_filled_in_place(headers, tensors, axi
         r: torch.full((2 * len(w), w.shape[1]), float("nan")).bfloat16() for r, w in want.items()
     }
     into = {rank: weight[1::2] for rank, weight in held.items()}
-    got = Staging(chunk).read(info, torch.bfloat16, axis, wanted, dict.fromkeys(wanted, CPU), into)
+    devices = dict.fromkeys(wanted, CPU)
+    got = Staging(chunk).read(Wanted(info, axis, wanted), torch.bfloat16, devices, into)
     for rank, weight in held.items():
         assert got[rank] is into[rank]
         assert torch.equal(weight[1::2], want[rank]) and weight[::2].isnan().all()
@@ -106,7 +109,8 @@ def test_a_byte_is_read_once_for_all_ranks(headers, tensors, monkeypatch):
     ):
         read.clear()
         wanted = dict(enumerate(ranges))
-        Staging(100).read(info, torch.bfloat16, axis, wanted, dict.fromkeys(wanted, CPU))
+        devices = dict.fromkeys(wanted, CPU)
+        Staging(100).read(Wanted(info, axis, wanted), torch.bfloat16, devices)
         assert sum(count for _, count in read) == info.nbytes
         assert len({at for at, _ in read}) == len(read)
 
@@ -116,7 +120,8 @@ def test_threads_do_not_share_buffers(headers, tensors):
     info = headers["wide"]
 
     def read(row: int) -> bool:
-        got = staging.read(info, torch.bfloat16, 0, {3: (row, row + 3)}, {3: CPU})
+        wanted = Wanted(info, 0, {3: (row, row + 3)})
+        got = staging.read(wanted, torch.bfloat16, {3: CPU})
         return torch.equal(got[3], tensors["wide"][row : row + 3])
 
     with ThreadPoolExecutor(8) as pool:
@@ -129,4 +134,92 @@ def test_file_that_shrinks_while_loading(tmp_path):
     info = read_header(file)["a"]
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match="ends inside a: it changed while loading"):
-        Staging().read(info, torch.float32, None, {0: (0, 64)}, {0: CPU})
+        Staging().read(Wanted(info, None, {0: (0, 64)}), torch.float32, {0: CPU})
+
+
+def wanted_rows(headers, count):
+    """Rows of "wide" (48 bytes each) and all of "flat", again and again."""
+    each = [Wanted(headers["wide"], 0, {0: (i % 30, i % 30 + 7), 1: (3, 9)}) for i in range(count)]
+    return [
+        w
+        for pair in zip(each, [Wanted(headers["flat"], None, {0: (0, 101)})] * count)
+        for w in pair
+    ]
+
+
+def check(staging, wanted, tensors):
+    dtype = TORCH_DTYPES[wanted.info.dtype]
+    got = staging.read(wanted, dtype, dict.fromkeys(wanted.ranges, CPU))
+    for rank, (start, stop) in wanted.ranges.items():
+        assert same(got[rank], tensors[wanted.info.name][start:stop])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
+def test_read_ahead_gives_the_same_and_reads_no_byte_twice(
+    headers, tensors, monkeypatch, threads, chunk
+):
+    places, preadv = [], os.preadv
+
+    def read(file, views, at):
+        places.append((threading.current_thread().name, at))
+        return preadv(file, views, at)
+
+    monkeypatch.setattr(os, "preadv", read)
+    staging, order = Staging(chunk), wanted_rows(headers, 20)
+    with staging.read_ahead(order, threads, pinned=False):
+        for wanted in order:
+            check(staging, wanted, tensors)
+    chunks = sum(len(list(wanted.chunks(chunk))) for wanted in order)
+    assert len(places) == chunks  # no retry, nothing read by the one that takes
+    assert {name for name, _ in places} == {f"read-ahead-{i}" for i in range(threads)}
+
+
+def test_what_was_not_announced_is_read_all_the_same(headers, tensors):
+    staging, order = Staging(100), wanted_rows(headers, 20)
+    with staging.read_ahead(order[2:], 3, pinned=False):
+        for wanted in order:
+            check(staging, wanted, tensors)
+    check(staging, order[0], tensors)
+
+
+def test_readers_stay_a_few_buffers_ahead(headers, tensors, monkeypatch):
+    """Memory is BUFFERS chunks a thread however far behind the one that takes is."""
+    read = threading.Semaphore(0)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: (preadv(*args), read.release())[0])
+    order = [Wanted(headers["wide"], 0, {0: (i, i + 1)}) for i in range(30)]
+    staging = Staging(48)
+    with staging.read_ahead(order, 2, pinned=False):
+        for _ in range(2 * BUFFERS):
+            assert read.acquire(timeout=30)
+        assert not read.acquire(timeout=0.2)
+        check(staging, order[0], tensors)
+        assert read.acquire(timeout=30)
+        assert not read.acquire(timeout=0.2)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 25])
+def test_leaving_early_ends_the_readers(headers, tensors, taken):
+    staging, order = Staging(48), wanted_rows(headers, 40)
+    with pytest.raises(KeyboardInterrupt), staging.read_ahead(order, 4, pinned=False):
+        for wanted in order[:taken]:
+            check(staging, wanted, tensors)
+        raise KeyboardInterrupt
+    assert not [t for t in threading.enumerate() if t.name.startswith("read-ahead")]
+    check(staging, order[-1], tensors)
+
+
+def test_a_reader_s_error_is_raised_where_its_chunk_is_taken(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(64.0)}, file)
+    info = read_header(file)["a"]
+    file.write_bytes(file.read_bytes()[:-8])
+    order = [Wanted(info, 0, {0: (i, i + 1)}) for i in range(64)]
+    staging = Staging(4)
+    with staging.read_ahead(order, 2, pinned=False):
+        for i in range(62):
+            assert staging.read(order[i], torch.float32, {0: CPU})[0] == i
+        for _ in range(2):  # nor does a second try wait for the thread that has ended
+            with pytest.raises(CheckpointError, match="ends inside a: it changed while loading"):
+                staging.read(order[62], torch.float32, {0: CPU})

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.bench.rows import load
+from engine.checkpoint.dummy import DummySource
 from engine.checkpoint.load import load_rank
-from engine.checkpoint.source import DummySource
 from engine.config import preset, with_layers
 from engine.errors import EngineError
 from engine.graph.build import build
