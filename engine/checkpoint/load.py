@@ -122,9 +122,9 @@ def load_ranks(
 ) -> dict[int, dict[str, Loaded]]:
     """rank -> spec name -> weight, for the ranks of `devices`, in one pass over the files.
 
-    `threads` threads read a checkpoint for CUDA ranks, and one puts what they read in its place; other sources are
-    read by as many threads as make the weights (default: `load_threads`). A `CheckpointSource` is first checked
-    against the specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a view of it.
+    A checkpoint for CUDA ranks is read by up to `threads` reads at once, and one thread puts what was read in its
+    place; weights from elsewhere are made by as many threads (default: `load_threads`). A `CheckpointSource` is first
+    checked against the specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a view of it.
     Raises CheckpointError: before any tensor is read, but for NaN or inf, found at the end.
     """
     specs = list(specs.values() if isinstance(specs, Mapping) else specs)

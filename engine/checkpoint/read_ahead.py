@@ -1,26 +1,24 @@
-"""Reads chunks of files ahead of their use, in the order of their use, on threads that do nothing else.
+"""Reads chunks of files ahead of their use, in the order of their use.
 
-Threads that read AND enqueue transfers wait for each other: a hand-over of the GIL took 0.2 ms a chunk on a machine with
-H200s, as long as the read of 1 MB (5.6 GB/s in chunks of 1 MB, 32 in chunks of 16 MB, where the reads alone gave 45). A
-`preadv` into pinned memory needs no GIL, so these threads add up, and chunks can be small enough to stay in the CPU's
-caches until they are on their way.
+One thread submits the reads (aio.py) and uses what was read. Python threads that read would do as well if they never met
+it: but each hand-over of the GIL takes 0.05 ms and more on a machine with H200s, and with 8 of them a chunk cost the
+thread that places it 0.17 ms, as long as the read of a megabyte (16 to 25 GB/s, where the reads alone give 45).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 
 import torch
 
+from engine.checkpoint.aio import Read
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
-
-BUFFERS = 3  # a thread: one is read, one is awaited, one is on its way
 
 
 @dataclass(frozen=True)
@@ -83,118 +81,121 @@ class Wanted:
                 yield Chunk(self.info, row, end)
 
 
-@dataclass
 class Buffer:
-    """memory: uint8, pinned if it feeds CUDA devices. sent: by device, an event behind the last transfer out of it.
-    owner: the thread that fills it."""
+    """Memory for one chunk at a time, pinned if it feeds CUDA devices. `start`, `finish`, use `memory`, `mark`."""
 
-    memory: torch.Tensor
-    owner: int = 0
-    sent: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+    def __init__(self, nbytes: int, pinned: bool):
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._read = Read()
+        self._chunk: Chunk | None = None
+        self._file: tuple[Path, int] | None = None  # its own descriptor: see aio.py
+        self._sent: dict[torch.device, torch.cuda.Event] = {}
 
-    def __post_init__(self) -> None:
-        self._view: memoryview = self.memory.numpy().data
+    def start(self, chunk: Chunk) -> None:
+        """Begin to read a chunk; waits for transfers out of the old content. Raises CheckpointError."""
+        for event in self._sent.values():
+            event.synchronize()
+        file = chunk.info.file
+        try:
+            if self._file is None or self._file[0] != file:
+                self._close()
+                self._file = file, os.open(file, os.O_RDONLY)
+            self._read.start(self._file[1], self.memory.data_ptr(), chunk.nbytes, chunk.offset)
+        except OSError as e:
+            raise CheckpointError(f"{file}: {e.strerror}: it changed while loading") from None
+        self._chunk = chunk
 
-    def fill(self, file: int, chunk: Chunk) -> None:
-        """Read the chunk as soon as no transfer needs the old content. Raises CheckpointError."""
-        for event in self.sent.values():
-            if not event.query():
-                event.synchronize()
-        view, offset = self._view[: chunk.nbytes], chunk.offset
-        while view:
-            try:
-                done = os.preadv(file, [view], offset)
-            except OSError as e:
-                raise CheckpointError(
-                    f"{chunk.info.file}: reading {chunk.info.name}: {e.strerror}"
-                ) from None
-            if not done:
-                raise CheckpointError(
-                    f"{chunk.info.file} ends inside {chunk.info.name}: it changed while loading"
-                )
-            view, offset = view[done:], offset + done
+    def finish(self) -> None:
+        """The chunk that was started last is in memory. Raises CheckpointError if it is not."""
+        assert self._chunk is not None and self._file is not None
+        info, nbytes = self._chunk.info, self._chunk.nbytes
+        try:
+            done = self._read.wait()
+            while done < nbytes:  # the file's end, or what stopped the read: the next one tells
+                rest = self.memory.numpy().data[done:nbytes]
+                more = os.preadv(self._file[1], [rest], self._chunk.offset + done)
+                if not more:
+                    raise CheckpointError(
+                        f"{info.file} ends inside {info.name}: it changed while loading"
+                    )
+                done += more
+        except OSError as e:
+            raise CheckpointError(f"{info.file}: reading {info.name}: {e.strerror}") from None
+
+    @property
+    def busy(self) -> bool:
+        """Whether `start` would wait."""
+        return not all(event.query() for event in self._sent.values())
 
     def mark(self, device: torch.device) -> None:
         """Transfers out of it were queued on the current stream of a CUDA device."""
-        if device not in self.sent:
-            self.sent[device] = torch.cuda.Event()
-        self.sent[device].record(torch.cuda.current_stream(device))
+        if device not in self._sent:
+            self._sent[device] = torch.cuda.Event()
+        self._sent[device].record(torch.cuda.current_stream(device))
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file[1])
+            self._file = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            if self._read.running:  # into memory that goes now
+                with contextlib.suppress(OSError):
+                    self._read.wait()
+            self._close()
 
 
 class ReadAhead:
-    """`chunks` in their order, each in a buffer that is free again after `give`. One thread takes them."""
+    """`chunks` in their order, each in a buffer that is free again after `give`; up to `reads` of them are being read,
+    and as many again wait to be taken or are on their way."""
 
-    def __init__(
-        self, chunks: Sequence[Chunk], threads: int, descriptor: Callable[[Path], int], pinned: bool
-    ):
-        """descriptor: of an open file. Raises nothing: `take` raises what reading a chunk did."""
-        self._chunks, self._descriptor, self._pinned = chunks, descriptor, pinned
+    def __init__(self, chunks: Sequence[Chunk], reads: int, pinned: bool):
+        """Raises nothing that reading raises: `take` does."""
+        self._chunks, self._reads, self._pinned = chunks, reads, pinned
         self._size = max((chunk.nbytes for chunk in chunks), default=0)
-        self._owners = _shares(chunks, threads)
-        self._position, self._closed = 0, False
-        self._error: BaseException | None = None
-        self._ready: list[SimpleQueue[Buffer | BaseException]] = [
-            SimpleQueue() for _ in range(threads)
-        ]
-        self._free: list[SimpleQueue[Buffer | None]] = [SimpleQueue() for _ in range(threads)]
-        self._threads = [
-            Thread(target=self._read, args=(i,), name=f"read-ahead-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._taken = self._started = self._made = 0
+        self._free: deque[Buffer] = deque()
+        self._reading: deque[Buffer] = deque()
+        self._error: CheckpointError | None = None
 
     def is_next(self, chunk: Chunk) -> bool:
         """Whether `take` would give this one."""
-        return self._position < len(self._chunks) and self._chunks[self._position] == chunk
+        return self._taken < len(self._chunks) and self._chunks[self._taken] == chunk
 
     def take(self) -> Buffer:
-        """The next chunk. Raises CheckpointError if it could not be read, and from then on: its thread has ended."""
-        if self._error is None:
-            got = self._ready[self._owners[self._position]].get()
-            if isinstance(got, Buffer):
-                self._position += 1
-                return got
-            self._error = got
-        raise self._error
+        """The next chunk. Raises CheckpointError if it cannot be read, and from then on."""
+        self._start()
+        if self._error and not self._reading:
+            raise self._error
+        buffer = self._reading.popleft()
+        try:
+            buffer.finish()
+        except CheckpointError as e:
+            self._error = e
+            self._reading.clear()
+            raise
+        self._taken += 1
+        return buffer
 
     def give(self, buffer: Buffer) -> None:
         """It was taken, and its transfers are marked."""
-        self._free[buffer.owner].put(buffer)
+        self._free.append(buffer)
+        self._start()
 
-    def close(self) -> None:
-        """End the threads, whatever they are at."""
-        self._closed = True
-        for free in self._free:
-            free.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _read(self, owner: int) -> None:
-        made = 0
-        try:
-            for chunk, whose in zip(self._chunks, self._owners):
-                if whose != owner:
-                    continue
-                if made < BUFFERS:
-                    made += 1
-                    memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._pinned)
-                    buffer: Buffer | None = Buffer(memory, owner)
-                else:
-                    buffer = self._free[owner].get()
-                if buffer is None or self._closed:
-                    return
-                buffer.fill(self._descriptor(chunk.info.file), chunk)
-                self._ready[owner].put(buffer)
-        except BaseException as e:  # `take` raises it, where the caller is
-            self._ready[owner].put(e)
-
-
-def _shares(chunks: Sequence[Chunk], threads: int) -> list[int]:
-    """The thread of each chunk: the one with the fewest bytes so far."""
-    bytes_of, owners = [0] * threads, []
-    for chunk in chunks:
-        owner = bytes_of.index(min(bytes_of))
-        bytes_of[owner] += chunk.nbytes
-        owners.append(owner)
-    return owners
+    def _start(self) -> None:
+        """Begin what can be begun without a wait; one read at least if none is on its way."""
+        while self._started < len(self._chunks) and len(self._reading) < self._reads:
+            if self._made < 2 * self._reads and (not self._free or self._free[0].busy):
+                self._free.appendleft(Buffer(self._size, self._pinned))
+                self._made += 1
+            if self._error or not self._free or (self._reading and self._free[0].busy):
+                return
+            buffer = self._free.popleft()
+            try:
+                buffer.start(self._chunks[self._started])
+            except CheckpointError as e:  # `take` raises it when its turn comes
+                self._error = e
+                return
+            self._started += 1
+            self._reading.append(buffer)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 
 from engine.checkpoint.read_ahead import Buffer, Chunk, ReadAhead, Wanted
-from engine.errors import CheckpointError
 
-CHUNK_BYTES = 4 << 20  # of a buffer; a thread has `read_ahead.BUFFERS`
+CHUNK_BYTES = 4 << 20  # of a buffer
 
 
 class Staging:
@@ -23,19 +20,16 @@ class Staging:
         self._chunk_bytes = chunk_bytes
         self._ahead: ReadAhead | None = None
         self._local = threading.local()
-        self._files: dict[Path, int] = {}
-        self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def read_ahead(self, wanted: Iterable[Wanted], threads: int, pinned: bool) -> Iterator[None]:
-        """Inside, `threads` threads read for the calls of `read` to come: of these, in this order, from one thread. A
-        `read` of something else reads for itself."""
+    def read_ahead(self, wanted: Iterable[Wanted], reads: int, pinned: bool) -> Iterator[None]:
+        """Inside, up to `reads` reads are on their way for the calls of `read` to come: of these, in this order, from
+        one thread. A `read` of something else reads for itself."""
         chunks = [chunk for each in wanted for chunk in each.chunks(self._chunk_bytes)]
-        self._ahead = ReadAhead(chunks, threads, self._descriptor, pinned)
+        self._ahead = ReadAhead(chunks, reads, pinned)
         try:
             yield
         finally:
-            self._ahead.close()
             self._ahead = None
 
     def read(
@@ -89,23 +83,8 @@ class Staging:
         key = f"pinned-{pinned}"
         buffer: Buffer | None = getattr(self._local, key, None)
         if buffer is None or buffer.memory.numel() < chunk.nbytes:
-            size = max(chunk.nbytes, self._chunk_bytes)
-            buffer = Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+            buffer = Buffer(max(chunk.nbytes, self._chunk_bytes), pinned)
             setattr(self._local, key, buffer)
-        buffer.fill(self._descriptor(chunk.info.file), chunk)
+        buffer.start(chunk)
+        buffer.finish()
         return buffer
-
-    def _descriptor(self, file: Path) -> int:
-        with self._lock:
-            if file not in self._files:
-                try:
-                    self._files[file] = os.open(file, os.O_RDONLY)
-                except OSError as e:
-                    raise CheckpointError(
-                        f"{file}: {e.strerror}: it changed while loading"
-                    ) from None
-            return self._files[file]
-
-    def __del__(self) -> None:
-        for descriptor in getattr(self, "_files", {}).values():
-            os.close(descriptor)

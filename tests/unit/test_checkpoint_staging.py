@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint.read_ahead import BUFFERS, Wanted
+from engine.checkpoint.aio import Read
+from engine.checkpoint.read_ahead import ReadAhead, Wanted
 from engine.checkpoint.safetensors_header import read_header
 from engine.checkpoint.source import TORCH_DTYPES
 from engine.checkpoint.staging import Staging
@@ -95,24 +97,29 @@ def test_rows_of_an_interleaved_weight_are_filled_in_place(headers, tensors, axi
         assert torch.equal(weight[1::2], want[rank]) and weight[::2].isnan().all()
 
 
-def test_a_byte_is_read_once_for_all_ranks(headers, tensors, monkeypatch):
-    read = []
-    preadv = os.preadv
+@pytest.fixture
+def reads(monkeypatch):
+    """(offset, bytes) of each read that was begun."""
+    seen, start = [], Read.start
     monkeypatch.setattr(
-        os, "preadv", lambda f, views, at: read.append((at, preadv(f, views, at))) or read[-1][1]
+        Read, "start", lambda self, *args: (seen.append((args[3], args[2])), start(self, *args))[1]
     )
+    return seen
+
+
+def test_a_byte_is_read_once_for_all_ranks(headers, tensors, reads):
     info = headers["wide"]
     for axis, ranges in (
         (0, [(0, 20), (20, 37)]),
         (1, [(0, 12), (12, 24)]),
         (None, [(0, 37)] * 2),
     ):
-        read.clear()
+        reads.clear()
         wanted = dict(enumerate(ranges))
         devices = dict.fromkeys(wanted, CPU)
         Staging(100).read(Wanted(info, axis, wanted), torch.bfloat16, devices)
-        assert sum(count for _, count in read) == info.nbytes
-        assert len({at for at, _ in read}) == len(read)
+        assert sum(count for _, count in reads) == info.nbytes
+        assert len({at for at, _ in reads}) == len(reads)
 
 
 def test_threads_do_not_share_buffers(headers, tensors):
@@ -154,25 +161,14 @@ def check(staging, wanted, tensors):
         assert same(got[rank], tensors[wanted.info.name][start:stop])
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("depth", [1, 2, 7, 30])
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
-def test_read_ahead_gives_the_same_and_reads_no_byte_twice(
-    headers, tensors, monkeypatch, threads, chunk
-):
-    places, preadv = [], os.preadv
-
-    def read(file, views, at):
-        places.append((threading.current_thread().name, at))
-        return preadv(file, views, at)
-
-    monkeypatch.setattr(os, "preadv", read)
+def test_read_ahead_gives_the_same_and_reads_nothing_twice(headers, tensors, reads, depth, chunk):
     staging, order = Staging(chunk), wanted_rows(headers, 20)
-    with staging.read_ahead(order, threads, pinned=False):
+    with staging.read_ahead(order, depth, pinned=False):
         for wanted in order:
             check(staging, wanted, tensors)
-    chunks = sum(len(list(wanted.chunks(chunk))) for wanted in order)
-    assert len(places) == chunks  # no retry, nothing read by the one that takes
-    assert {name for name, _ in places} == {f"read-ahead-{i}" for i in range(threads)}
+    assert len(reads) == sum(len(list(wanted.chunks(chunk))) for wanted in order)
 
 
 def test_what_was_not_announced_is_read_all_the_same(headers, tensors):
@@ -183,43 +179,108 @@ def test_what_was_not_announced_is_read_all_the_same(headers, tensors):
     check(staging, order[0], tensors)
 
 
-def test_readers_stay_a_few_buffers_ahead(headers, tensors, monkeypatch):
-    """Memory is BUFFERS chunks a thread however far behind the one that takes is."""
-    read = threading.Semaphore(0)
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: (preadv(*args), read.release())[0])
+def test_no_more_reads_are_on_their_way_than_asked_for(headers, tensors, reads):
     order = [Wanted(headers["wide"], 0, {0: (i, i + 1)}) for i in range(30)]
     staging = Staging(48)
-    with staging.read_ahead(order, 2, pinned=False):
-        for _ in range(2 * BUFFERS):
-            assert read.acquire(timeout=30)
-        assert not read.acquire(timeout=0.2)
-        check(staging, order[0], tensors)
-        assert read.acquire(timeout=30)
-        assert not read.acquire(timeout=0.2)
-
-
-@pytest.mark.parametrize("taken", [0, 1, 25])
-def test_leaving_early_ends_the_readers(headers, tensors, taken):
-    staging, order = Staging(48), wanted_rows(headers, 40)
-    with pytest.raises(KeyboardInterrupt), staging.read_ahead(order, 4, pinned=False):
-        for wanted in order[:taken]:
+    with staging.read_ahead(order, 4, pinned=False):
+        for i, wanted in enumerate(order):
             check(staging, wanted, tensors)
-        raise KeyboardInterrupt
-    assert not [t for t in threading.enumerate() if t.name.startswith("read-ahead")]
+            assert len(reads) == min(i + 5, 30)
+
+
+class Transfer:
+    """An event behind a transfer that ends when it is waited for."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def query(self):
+        return self.waits > 0
+
+    def synchronize(self):
+        self.waits += 1
+
+
+def test_a_buffer_on_its_way_is_not_overwritten_and_not_waited_for_while_reads_are_left(headers):
+    chunks = list(Wanted(headers["wide"], None, {0: (0, 37)}).chunks(48))
+    ahead = ReadAhead(chunks, 2, pinned=False)
+    given = []
+    for i in range(len(chunks)):
+        buffer = ahead.take()
+        event = Transfer()
+        buffer._sent = {CPU: event}
+        given.append(event)
+        waited = [e.waits for e in given]
+        # Four buffers: the first reads use new ones, later ones wait for the transfer of four before.
+        assert sum(waited) <= max(0, i - 1)
+        ahead.give(buffer)
+    assert {e.waits for e in given} <= {0, 1} and sum(e.waits for e in given) >= len(chunks) - 4
+
+
+def test_leaving_early_waits_for_what_is_being_read(headers, tensors):
+    staging, order = Staging(48), wanted_rows(headers, 40)
+    for taken in (0, 1, 25):
+        with pytest.raises(KeyboardInterrupt), staging.read_ahead(order, 4, pinned=False):
+            for wanted in order[:taken]:
+                check(staging, wanted, tensors)
+            buffers = weakref.WeakSet(staging._ahead._reading)
+            raise KeyboardInterrupt
+        gc.collect()
+        assert not buffers
     check(staging, order[-1], tensors)
 
 
-def test_a_reader_s_error_is_raised_where_its_chunk_is_taken(tmp_path):
+@pytest.mark.parametrize("depth", [1, 2, 9])
+def test_an_error_comes_in_its_turn_and_stays(tmp_path, depth):
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.arange(64.0)}, file)
     info = read_header(file)["a"]
     file.write_bytes(file.read_bytes()[:-8])
     order = [Wanted(info, 0, {0: (i, i + 1)}) for i in range(64)]
     staging = Staging(4)
-    with staging.read_ahead(order, 2, pinned=False):
+    with staging.read_ahead(order, depth, pinned=False):
         for i in range(62):
             assert staging.read(order[i], torch.float32, {0: CPU})[0] == i
-        for _ in range(2):  # nor does a second try wait for the thread that has ended
+        for _ in range(2):
             with pytest.raises(CheckpointError, match="ends inside a: it changed while loading"):
                 staging.read(order[62], torch.float32, {0: CPU})
+
+
+def test_a_file_that_is_gone_is_an_error_in_its_turn(tmp_path):
+    infos = []
+    for name in "ab":
+        save_file({name: torch.arange(8.0)}, tmp_path / name)
+        infos.append(read_header(tmp_path / name)[name])
+    (tmp_path / "b").unlink()
+    order = [Wanted(info, None, {0: (0, 8)}) for info in infos]
+    staging = Staging(8)
+    with staging.read_ahead(order, 16, pinned=False):
+        assert torch.equal(staging.read(order[0], torch.float32, {0: CPU})[0], torch.arange(8.0))
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="No such file or directory: it changed"):
+                staging.read(order[1], torch.float32, {0: CPU})
+
+
+def test_asynchronous_reads(tmp_path):
+    file = tmp_path / "numbers"
+    content = os.urandom(1 << 20)
+    file.write_bytes(content)
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    reads, descriptors = (
+        [Read() for _ in range(32)],
+        [os.open(file, os.O_RDONLY) for _ in range(32)],
+    )
+    for _ in range(3):
+        memory.zero_()
+        for i, (read, descriptor) in enumerate(zip(reads, descriptors)):
+            read.start(descriptor, memory.data_ptr() + (i << 15), 1 << 15, i << 15)
+        assert [read.wait() for read in reads] == [1 << 15] * 32
+        assert memory.numpy().tobytes() == content
+    reads[0].start(descriptors[0], memory.data_ptr(), 100, (1 << 20) - 10)
+    assert reads[0].wait() == 10
+    os.close(descriptors[0])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        reads[0].start(descriptors[0], memory.data_ptr(), 100, 0)
+        reads[0].wait()
+    for descriptor in descriptors[1:]:
+        os.close(descriptor)
