@@ -78,11 +78,10 @@ def finish_part(
     acc, partials, tickets, tile, blocks,
     out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
     BT: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr,
-    HAS_X_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TAIL: tl.constexpr, WAVE: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, TAIL: tl.constexpr, WAVE: tl.constexpr,
 ):  # fmt: skip
     """Leave this program's part of a tail tile; for the last to arrive: sum the parts, epilogue, re-arm the
-    ticket. x_scale: FP8 x FP8 alone, which never has SWAP."""
+    ticket."""
     whole, rest, programs = _tail(T, N, BT, BN, TAIL, WAVE)
     index = tile - whole
     first = (index * blocks * programs + programs - 1) // (rest * blocks)
@@ -92,7 +91,7 @@ def finish_part(
     tl.store(_slots(partials, own, 0, BT, BN, BN, SWAP), acc)
     if leave_ticket(tickets, index) == parts - 1:
         tl.store(tickets + index, 0)
-        if HAS_X_SCALE:
+        if x_scale is not None:
             t = tile_t * BT + tl.arange(0, BT)
             row_scale = tl.load(x_scale + t, mask=t < T, other=0.0)
         WIDTH: tl.constexpr = BN // SLICES
@@ -107,7 +106,7 @@ def finish_part(
                         source + other * (BT * BN), mask=other < parts, other=0.0,
                         cache_modifier=".cg",
                     )  # fmt: skip
-            if HAS_X_SCALE:
+            if x_scale is not None:
                 total = total * row_scale[:, None]
             finish_tile(
                 total, out, residual, scale, bias, tile_t, tile_n * SLICES + place, T, N,

@@ -71,10 +71,12 @@ def load_tile(
 
 
 @triton.jit
-def dot(a, b, acc):
-    """acc + a @ b, fp32."""
+def dot(a, b, acc, PROMOTE: tl.constexpr):
+    """acc + a @ b, fp32; of FP8 operands short of it (gemm_kernel.py), unless PROMOTE or in the interpreter."""
     if INTERPRET:  # it would multiply the bit patterns of bf16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif PROMOTE:  # max_num_imprecise_acc would add before the wait for the wgmma
+        return acc + tl.dot(a, b)
     else:
         return tl.dot(a, b, acc)
 
