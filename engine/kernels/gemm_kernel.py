@@ -29,6 +29,7 @@ from engine.kernels.gemm_config import GemmConfig, Operands
 from engine.kernels.gemm_tail import blocks_of_tile, finish_part, range_of_program
 from engine.kernels.gemm_tile import (
     SILU_MUL,
+    Output,
     add_parts,
     dot,
     finish_tile,
@@ -45,11 +46,12 @@ from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _products(
-    x, w, tile_t, tile_n, first, last, T, N, K, x_stride, w_stride,
+    operands, tile_t, tile_n, first, last,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
     PROMOTE: tl.constexpr,
 ):  # fmt: skip
     """Blocks first..last-1 of K of one tile, fp32 [BN, BT] if SWAP, else [BT, BN], without the scales."""
+    x, w, T, N, K, x_stride, w_stride = operands
     if SWAP:
         acc = tl.full([BN, BT], 0.0, tl.float32)
     else:
@@ -68,30 +70,21 @@ def _products(
 
 @triton.jit
 def _finish(
-    acc, out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
-    BT: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    acc, y, tile_t, tile_n, BT: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr,
+    EPILOGUE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """The shared epilogue, of W8A8 behind the row scale and in halves of the columns, where a tile beside
     its residual would not fit the registers."""
-    if x_scale is not None:
+    if y.x_scale is not None:
         t = tile_t * BT + tl.arange(0, BT)
-        acc = acc * tl.load(x_scale + t, mask=t < T, other=0.0)[:, None]
-    if x_scale is None or EPILOGUE == SILU_MUL:
-        finish_tile(
-            acc, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
-            BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
-        )  # fmt: skip
+        acc = acc * tl.load(y.x_scale + t, mask=t < y.T, other=0.0)[:, None]
+    if y.x_scale is None or EPILOGUE == SILU_MUL:
+        finish_tile(acc, y, tile_t, tile_n, BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS)
     else:
-        left, right = tl.split(tl.permute(tl.reshape(acc, [BT, 2, BN // 2]), (0, 2, 1)))
-        finish_tile(
-            left, out, residual, scale, bias, tile_t, 2 * tile_n, T, N, out_stride, res_stride,
-            BT, BN // 2, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
-        )  # fmt: skip
-        finish_tile(
-            right, out, residual, scale, bias, tile_t, 2 * tile_n + 1, T, N, out_stride, res_stride,
-            BT, BN // 2, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
-        )  # fmt: skip
+        half: tl.constexpr = BN // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, [BT, 2, half]), (0, 2, 1)))
+        finish_tile(left, y, tile_t, 2 * tile_n, BT, half, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS)
+        finish_tile(right, y, tile_t, 2 * tile_n + 1, BT, half, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS)
 
 
 @triton.jit
@@ -105,6 +98,8 @@ def gemm_kernel(
     PDL: tl.constexpr, TAIL: tl.constexpr, WAVE: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of T x tiles of N x SPLIT, one dimension; TAIL > 1: gemm_tail.py's."""
+    operands = (x, w, T, N, K, x_stride, w_stride)
+    y = Output(out, residual, x_scale, scale, bias, T, N, out_stride, res_stride)
     if PDL:
         gdc_launch_dependents()
     if TAIL == 1:
@@ -112,23 +107,14 @@ def gemm_kernel(
         first, last = k_blocks(part, K, BK, SPLIT)
         if PDL:
             gdc_wait()
-        acc = _products(
-            x, w, tile_t, tile_n, first, last, T, N, K, x_stride, w_stride, BT, BN, BK, SWAP, TMA,
-            PROMOTE,
-        )  # fmt: skip
+        acc = _products(operands, tile_t, tile_n, first, last, BT, BN, BK, SWAP, TMA, PROMOTE)
         if SPLIT == 1:
-            _finish(
-                acc, out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride,
-                res_stride, BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
-            )  # fmt: skip
+            _finish(acc, y, tile_t, tile_n, BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS)
         else:
             mine = part_address(partials, tile, BT, BN, SPLIT, SWAP)
             if leave_part(mine, acc, part, tickets, tile, BT * BN) == SPLIT - 1:
-                total = add_parts(mine, tickets, tile, BT * BN, SPLIT)
-                _finish(
-                    total, out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride,
-                    res_stride, BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
-                )  # fmt: skip
+                acc = add_parts(mine, tickets, tile, BT * BN, SPLIT)
+                _finish(acc, y, tile_t, tile_n, BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS)
     else:
         blocks = tl.cdiv(K, BK)
         begin, end = range_of_program(T, N, blocks, BT, BN, TAIL, WAVE)
@@ -137,20 +123,13 @@ def gemm_kernel(
         for tile in range(begin // blocks, tl.cdiv(end, blocks)):
             tile_t, tile_n = place_of_tile(tile, T, N, BT, BN, GROUP)
             first, last = blocks_of_tile(tile, begin, end, blocks)
-            acc = _products(
-                x, w, tile_t, tile_n, first, last, T, N, K, x_stride, w_stride, BT, BN, BK, SWAP,
-                TMA, PROMOTE,
-            )  # fmt: skip
+            acc = _products(operands, tile_t, tile_n, first, last, BT, BN, BK, SWAP, TMA, PROMOTE)
             if last - first == blocks:
-                _finish(
-                    acc, out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride,
-                    res_stride, BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
-                )  # fmt: skip
+                _finish(acc, y, tile_t, tile_n, BT, BN, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS)
             else:
                 finish_part(
-                    acc, partials, tickets, tile, blocks, out, residual, x_scale, scale, bias,
-                    tile_t, tile_n, T, N, out_stride, res_stride, BT, BN, SWAP, EPILOGUE, HAS_SCALE,
-                    HAS_BIAS, TAIL, WAVE,
+                    acc, partials, tickets, tile, blocks, y, tile_t, tile_n, BT, BN, SWAP, EPILOGUE,
+                    HAS_SCALE, HAS_BIAS, TAIL, WAVE,
                 )  # fmt: skip
 
 
