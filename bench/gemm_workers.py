@@ -29,7 +29,7 @@ class Variant:
 
 def tolerance(config: op.GemmConfig, epilogue: str, k: int) -> float:
     """Bound on the relative RMS error: one bf16 rounding is 2^-9 / sqrt(3) * 1.2 = 1.4e-3; the
-    library route rounds gate and up first; FP8 sums keep about 14 bits (gemm_fp8.py)."""
+    library route rounds gate and up first; FP8 sums keep about 14 bits (gemm_kernel.py)."""
     if config.kernel == op.W8A8:
         return 2.5e-3 + k / 32 * 2.0**-14
     return 5e-3 if config.kernel == "cublas" and epilogue == "SiluMul" else 2.5e-3

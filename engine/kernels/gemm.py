@@ -9,11 +9,10 @@ sums. Launches of one T agree bit by bit.
 
 x may also be e4m3 with an fp32 scale a row, beside an FP8 w: then the products are FP8 too (W8A8).
 
-Five kernels: gemm_kernel.py (Triton; also the interpreter's), gemm_async.py (Gluon, FP8 weights),
-gemm_fp8.py (W8A8), the library's GEMM, and for up to 16 rows, where the read of the weights is all,
-the decode GEMV's gemv_ring.py (only if the tuned cache says so). gemm_tile.py: what the first three
-share on the device;
-gemm_tail.py: a part-filled last wave split over K (the Triton kernels); gemm_config.py:
+Four kernels: gemm_kernel.py (Triton, W8A8 too; also the interpreter's), gemm_async.py (Gluon, FP8
+weights), the library's GEMM, and for up to 16 rows, where the read of the weights is all, the decode
+GEMV's gemv_ring.py (only if the tuned cache says so). gemm_tile.py: what the first two share on the
+device; gemm_tail.py: a part-filled last wave split over K (the Triton kernel); gemm_config.py:
 configurations, the heuristic and what a launch takes.
 
 N x K per rank (7B | 72B):
@@ -37,7 +36,7 @@ from typing import Any
 import torch
 
 from engine.errors import EngineError
-from engine.kernels import gemm_async, gemm_fp8, gemm_kernel, gemv
+from engine.kernels import gemm_async, gemm_kernel, gemv
 from engine.kernels.epilogue import (
     Epilogue,
     GemmEpilogue,
@@ -63,7 +62,7 @@ from engine.kernels.sync import INTERPRET
 KEY_FIELDS = ("t", "n", "k", "weight_dtype")
 NEAREST_FIELD = "t"  # every configuration runs at every T, and those that `lends` passes as tuned
 # Not the ring's: they are the GEMV's, and a ring that they no longer take falls back.
-SOURCES = ("gemm_tile.py", "gemm_tail.py", "gemm_kernel.py", "gemm_async.py", "gemm_fp8.py")
+SOURCES = ("gemm_tile.py", "gemm_tail.py", "gemm_kernel.py", "gemm_async.py")
 
 __all__ = [
     "KEY_FIELDS",
@@ -170,9 +169,7 @@ def gemm(
                 f"gemm: workspace of {workspace.partials.numel()} partials and "
                 f"{workspace.tickets.numel()} tickets; {settled} at T={t} N={n} needs {need[:2]}"
             )
-    if x.dtype == FP8:
-        gemm_fp8.launch(call, settled, pdl)
-    elif asynchronous:
+    if asynchronous:
         gemm_async.launch(call, settled, pdl)
     else:
         gemm_kernel.launch(call, settled, pdl)
@@ -189,7 +186,7 @@ def _checked(
         raise EngineError(
             f"gemm: no {type(epilogue).__name__} epilogue; it has Store, Residual, SiluMul, Scatter"
         )
-    if x.dtype not in (*gemm_kernel.TL_DTYPE, FP8) or w.dtype not in (x.dtype, FP8):
+    if x.dtype not in (torch.bfloat16, torch.float16, FP8) or w.dtype not in (x.dtype, FP8):
         raise EngineError(
             f"gemm: x {x.dtype} with w {w.dtype}; x is bf16, fp16 or e4m3, w the same or e4m3"
         )

@@ -238,6 +238,6 @@ def launch(call: Operands, config: GemmConfig, pdl: bool) -> None:
 
     gemm_async_kernel[call.grid(config)](
         descriptor(call.x, config.block_t, dtype), descriptor(call.w, config.block_n, gl.float8e4nv),
-        *call.pointers("scale", "bias", "partials", "tickets"), *call.sizes, *call.strides()[2:],
+        *call.pointers(), *call.sizes, *call.strides()[2:],
         **call.constants(config, pdl), STAGES=config.stages, DTYPE=dtype,
     )  # fmt: skip

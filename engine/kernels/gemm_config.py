@@ -87,9 +87,9 @@ class Operands:
         """EPILOGUE of the kernels: STORE, RESIDUAL, SILU_MUL or SCATTER of gemm_tile.py."""
         return (Store, Residual, SiluMul, Scatter).index(type(self.epilogue))
 
-    def pointers(self, *names: str) -> list[torch.Tensor]:
-        """out, residual and the tensors of these names; out again, never read, for those that the call lacks."""
-        found = (getattr(self, name) for name in names)
+    def pointers(self) -> list[torch.Tensor]:
+        """out, residual, scale, bias, partials, tickets; out again, never read, for those that the call lacks."""
+        found = (self.scale, self.bias, self.partials, self.tickets)
         return [self.out, self.residual, *(self.out if t is None else t for t in found)]
 
     def operands(self, config: GemmConfig) -> list[Any]:

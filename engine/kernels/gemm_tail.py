@@ -75,15 +75,13 @@ def _slots(
 
 @triton.jit
 def finish_part(
-    acc, partials, tickets, tile, blocks,
-    out, residual, x_scale, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
+    acc, partials, tickets, tile, blocks, y, tile_t, tile_n,
     BT: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr,
-    HAS_X_SCALE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TAIL: tl.constexpr, WAVE: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, TAIL: tl.constexpr, WAVE: tl.constexpr,
 ):  # fmt: skip
     """Leave this program's part of a tail tile; for the last to arrive: sum the parts, epilogue, re-arm the
-    ticket. x_scale: FP8 x FP8 alone, which never has SWAP."""
-    whole, rest, programs = _tail(T, N, BT, BN, TAIL, WAVE)
+    ticket."""
+    whole, rest, programs = _tail(y.T, y.N, BT, BN, TAIL, WAVE)
     index = tile - whole
     first = (index * blocks * programs + programs - 1) // (rest * blocks)
     last = ((index + 1) * programs - 1) // rest
@@ -92,9 +90,9 @@ def finish_part(
     tl.store(_slots(partials, own, 0, BT, BN, BN, SWAP), acc)
     if leave_ticket(tickets, index) == parts - 1:
         tl.store(tickets + index, 0)
-        if HAS_X_SCALE:
+        if y.x_scale is not None:
             t = tile_t * BT + tl.arange(0, BT)
-            row_scale = tl.load(x_scale + t, mask=t < T, other=0.0)
+            row_scale = tl.load(y.x_scale + t, mask=t < y.T, other=0.0)
         WIDTH: tl.constexpr = BN // SLICES
         for place in range(SLICES):
             source = _slots(partials, first + index, place * WIDTH, BT, BN, WIDTH, SWAP)
@@ -107,9 +105,9 @@ def finish_part(
                         source + other * (BT * BN), mask=other < parts, other=0.0,
                         cache_modifier=".cg",
                     )  # fmt: skip
-            if HAS_X_SCALE:
+            if y.x_scale is not None:
                 total = total * row_scale[:, None]
             finish_tile(
-                total, out, residual, scale, bias, tile_t, tile_n * SLICES + place, T, N,
-                out_stride, res_stride, BT, WIDTH, SWAP, EPILOGUE, HAS_SCALE, HAS_BIAS,
+                total, y, tile_t, tile_n * SLICES + place, BT, WIDTH, SWAP, EPILOGUE, HAS_SCALE,
+                HAS_BIAS,
             )  # fmt: skip

@@ -7,6 +7,8 @@ Letters: BT rows of x, BN weight rows, BK of the shared dimension in a tile. SWA
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -36,6 +38,20 @@ mul.rn.bf16x2 $0, lo, two120;
 mul.rn.bf16x2 $1, hi, two120;
 }
 """)
+
+
+class Output(NamedTuple):
+    """Where y [T, N] goes and what its epilogue takes, as in a kernel's arguments."""
+
+    out: tl.tensor
+    residual: tl.tensor  # SCATTER: `epilogue.Scatter.far`
+    x_scale: tl.tensor | None  # of W8A8 alone
+    scale: tl.tensor
+    bias: tl.tensor
+    T: tl.tensor
+    N: tl.tensor
+    out_stride: tl.tensor
+    res_stride: tl.tensor  # SCATTER: the rows of a shard
 
 
 @triton.jit
@@ -71,10 +87,12 @@ def load_tile(
 
 
 @triton.jit
-def dot(a, b, acc):
-    """acc + a @ b, fp32."""
+def dot(a, b, acc, PROMOTE: tl.constexpr):
+    """acc + a @ b, fp32; of FP8 operands short of it (gemm_kernel.py), unless PROMOTE or in the interpreter."""
     if INTERPRET:  # it would multiply the bit patterns of bf16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif PROMOTE:  # max_num_imprecise_acc would add before the wait for the wgmma
+        return acc + tl.dot(a, b)
     else:
         return tl.dot(a, b, acc)
 
@@ -123,19 +141,17 @@ def owners(t, T, far, S):
 
 @triton.jit
 def finish_tile(
-    acc, out, residual, scale, bias, tile_t, tile_n, T, N, out_stride, res_stride,
-    BT: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    acc, y, tile_t, tile_n, BT: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr,
+    EPILOGUE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """acc fp32 ([BN, BT] if SWAP, else [BT, BN]) -> scale, bias, epilogue, one rounding, store.
-
-    SCATTER: residual is `epilogue.Scatter.far`, res_stride the rows of a shard."""
+    """acc fp32 ([BN, BT] if SWAP, else [BT, BN]) -> scale, bias, epilogue, one rounding, store."""
+    T, N, out = y.T, y.N, y.out
     t = tile_t * BT + tl.arange(0, BT)
     n = tile_n * BN + tl.arange(0, BN)
     if HAS_SCALE:
-        acc = acc * _across(tl.load(scale + n, mask=n < N, other=0.0), SWAP)
+        acc = acc * _across(tl.load(y.scale + n, mask=n < N, other=0.0), SWAP)
     if HAS_BIAS:
-        acc = acc + _across(tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32), SWAP)
+        acc = acc + _across(tl.load(y.bias + n, mask=n < N, other=0.0).to(tl.float32), SWAP)
     if EPILOGUE == SILU_MUL:
         if SWAP:
             pairs = tl.permute(tl.reshape(acc, [BN // 2, 2, BT]), (0, 2, 1))
@@ -147,12 +163,12 @@ def finish_tile(
         N = N // 2
     inside = _inside(t, n, T, N, SWAP)
     if EPILOGUE == RESIDUAL:
-        old = tl.load(residual + _offsets(t, n, res_stride, SWAP), mask=inside, other=0.0)
+        old = tl.load(y.residual + _offsets(t, n, y.res_stride, SWAP), mask=inside, other=0.0)
         acc = old.to(tl.float32) + acc
     if EPILOGUE == SCATTER:
-        t, away = owners(t, T, residual, res_stride)
+        t, away = owners(t, T, y.residual, y.res_stride)
         out += _along(away, SWAP)
-    tl.store(out + _offsets(t, n, out_stride, SWAP), acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + _offsets(t, n, y.out_stride, SWAP), acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

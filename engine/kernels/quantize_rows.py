@@ -2,7 +2,7 @@
 
 e4m3 is 1 sign, 4 exponent and 3 mantissa bits, largest value 448 (arXiv:2209.05433); rounding to
 nearest even, saturating. One scale a token, made from the token alone: what other rows hold never
-changes a row's bits. Prefill only, in front of the W8A8 GEMM (gemm_fp8.py); `rmsnorm_quantize`
+changes a row's bits. Prefill only, in front of the W8A8 GEMM (gemm_kernel.py); `rmsnorm_quantize`
 does the norm before it in the same pass.
 
 x [T, K] per rank: K = 3584, 18944 (7B), 8192, 29568 (72B) at TP 1. Bytes: 3 T K; 72B TP=1, T = 512:

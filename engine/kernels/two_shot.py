@@ -50,7 +50,7 @@ from engine.kernels.sync import (
     release_flag,
     wait_flags,
 )
-from engine.kernels.two_shot_row import MOST_REGISTERS, reduced_row, send_row
+from engine.kernels.two_shot_row import MOST_REGISTERS, opening, reduced_row, send_row
 
 MOST_PROGRAMS = 528  # of a reduce: the gather polls as many flags of each rank
 MOST_PORTIONS = 4  # of a program's scatter in the one launch (two_shot_fused.py)
@@ -229,19 +229,9 @@ def reduce_kernel(
     WORLD: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, RESIDUAL: tl.constexpr,
     NORM: tl.constexpr, QUANTIZE: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    thread = tl.arange(0, THREADS)
-    peer = thread % WORLD
-    column = tl.arange(0, BLOCK)
+    program, programs, thread, peer, target, column = opening(peers, WORLD, BLOCK, THREADS, PDL)
     inside = column < H
-    target = tl.load(peers + peer)
-    if PDL:
-        gdc_wait()
-    last_row = -1
-    if LAST:
-        last_row = tl.load(request + 2) - 1
+    last_row = tl.load(request + 2) - 1 if LAST else -1
     epoch = tl.load((own + epoch_offset).to(tl.pointer_type(tl.int32)), volatile=True)
     wait_flags(own + peer * 4, epoch, peer, status, limit_us, rank, call_site, 0)
     tl.debug_barrier()  # the acquire above covers every thread's loads

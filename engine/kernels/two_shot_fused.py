@@ -52,15 +52,9 @@ from engine.errors import EngineError
 from engine.kernels.all_reduce import AllReduceConfig
 from engine.kernels.epilogue import shard_rows
 from engine.kernels.norm import norm_launch
-from engine.kernels.sync import (
-    DEFAULT_LIMIT_US,
-    gdc_launch_dependents,
-    gdc_wait,
-    release_flag,
-    wait_flags,
-)
+from engine.kernels.sync import DEFAULT_LIMIT_US, release_flag, wait_flags
 from engine.kernels.two_shot import MOST_PORTIONS, TwoShotRank, checked, programs_of
-from engine.kernels.two_shot_row import MOST_REGISTERS, reduced_row, send_row
+from engine.kernels.two_shot_row import MOST_REGISTERS, opening, reduced_row, send_row
 
 
 @triton.jit
@@ -96,21 +90,11 @@ def two_shot_kernel(
     RESIDUAL: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr, LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    thread = tl.arange(0, THREADS)
-    peer = thread % WORLD
-    column = tl.arange(0, BLOCK)
-    target = tl.load(peers + peer)
+    program, programs, thread, peer, target, column = opening(peers, WORLD, BLOCK, THREADS, PDL)
     steps = tl.cdiv(S, programs)  # rows of an owner that a program handles, at most
     run = tl.cdiv(steps, PORTIONS)  # of them in a portion
     last = tl.cdiv(steps, run) - 1  # portion
-    if PDL:
-        gdc_wait()
-    last_row = -1
-    if LAST:
-        last_row = tl.load(request + 2) - 1
+    last_row = tl.load(request + 2) - 1 if LAST else -1
     epoch_at = (own + epochs + program * 4).to(tl.pointer_type(tl.int32))
     epoch = tl.load(epoch_at, volatile=True) + 1
     first = scattered + program * (STRIDE * WORLD * 4)  # of the flags of this program's portions

@@ -12,8 +12,27 @@ import triton
 import triton.language as tl
 
 from engine.kernels.quantize_rows import to_e4m3
+from engine.kernels.sync import gdc_launch_dependents, gdc_wait
 
 MOST_REGISTERS = 128  # a thread: two programs of 256 threads a multiprocessor
+
+
+@triton.jit
+def opening(
+    peers, WORLD: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr
+):
+    """Wait for the kernel in front. (program, programs, thread, the peer whose flags it handles, that one's buffer,
+    columns of a row)"""
+    if PDL:
+        gdc_launch_dependents()
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    thread = tl.arange(0, THREADS)
+    peer = thread % WORLD
+    column = tl.arange(0, BLOCK)
+    target = tl.load(peers + peer)
+    if PDL:
+        gdc_wait()
+    return program, programs, thread, peer, target, column
 
 
 @triton.jit

@@ -157,7 +157,7 @@ def check_launch(op, given, got, rows):
     epilogue = op.attrs.get("epilogue", "store")
     y = silu_mul_ref(y) if epilogue == "silu_mul" else y
     y = y + given["residual"].double() if epilogue == "residual" else y
-    # fp16's rounding; on a card also K / 32 sums of the tensor cores' 2^-13 (kernels/gemm_fp8.py).
+    # fp16's rounding; on a card also K / 32 sums of the tensor cores' 2^-13 (kernels/gemm_kernel.py).
     sums = given["x"].shape[1] / 32 * 2.0**-13 if got[0].is_cuda else 1e-5
     error = (got[0].double() - y).abs()[:rows]
     assert (error <= 2.0**-11 * y.abs()[:rows] + 4 * sums * rms(y[:rows]) + 1e-6).all(), op

@@ -12,12 +12,10 @@ import json
 import re
 from dataclasses import asdict, replace
 
-import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from engine.kernels.gemm import GemmConfig, heuristic
 from engine.kernels.gemm_async import gemm_async_kernel
-from engine.kernels.gemm_fp8 import gemm_fp8_kernel
 from engine.kernels.gemm_kernel import gemm_kernel
 from engine.tune import gemm_space
 from tests.kernels.compile_sm90 import SIGNATURE, Report, compile_sm90
@@ -32,27 +30,30 @@ def compile_gemm(
     """Compile one variant as `gemm` would launch it on aligned tensors; bias with Store only."""
     if config.kernel == "async":
         return _compile_async(config, epilogue, act)
-    if config.kernel == "w8a8":
-        return _compile_w8a8(config, epilogue, act, tma)
     weight = "fp8e4nv" if fp8 else act
-    signature = {
-        "x": f"tensordesc<{act}[{config.block_t}, {config.block_k}]>" if tma else f"*{act}",
-        "w": f"tensordesc<{weight}[{config.block_n}, {config.block_k}]>" if tma else f"*{weight}",
+    token = "fp8e4nv" if config.kernel == "w8a8" else act
+    pointers = {
         **_outputs(epilogue, act), "bias": SIGNATURE[act],
         "scale": "*fp32", "partials": "*fp32", "tickets": "*i32", **dict.fromkeys(_SIZES, "i32"),
     }  # fmt: skip
-    aligned = [name for name, kind in signature.items() if not kind.startswith("tensordesc")]
+    constants = dict(
+        BT=config.block_t, BN=config.block_n, BK=config.block_k, GROUP=config.group,
+        SWAP=config.swap, SPLIT=config.split_k, TMA=tma, EPILOGUE=EPILOGUE[epilogue],
+        HAS_SCALE=fp8, HAS_BIAS=epilogue == "store", PROMOTE=config.promote, PDL=True,
+        TAIL=config.tail, WAVE=config.wave,
+    )  # fmt: skip
+    if config.kernel == "w8a8":
+        pointers["x_scale"] = "*fp32"
+    else:
+        constants["x_scale"] = None
+    operands = {
+        "x": f"tensordesc<{token}[{config.block_t}, {config.block_k}]>" if tma else f"*{token}",
+        "w": f"tensordesc<{weight}[{config.block_n}, {config.block_k}]>" if tma else f"*{weight}",
+    }
     return compile_sm90(
-        gemm_kernel,
-        signature,
-        dict(
-            BT=config.block_t, BN=config.block_n, BK=config.block_k, GROUP=config.group,
-            SWAP=config.swap, SPLIT=config.split_k, TMA=tma, EPILOGUE=EPILOGUE[epilogue],
-            HAS_SCALE=fp8, HAS_BIAS=epilogue == "store", FP8=fp8,
-            DTYPE=tl.bfloat16 if act == "bf16" else tl.float16, PDL=True,
-            TAIL=config.tail, WAVE=config.wave,
-        ),
-        aligned=aligned, num_warps=config.warps, num_stages=config.stages, keep_text=True,
+        gemm_kernel, operands | pointers, constants,
+        aligned=list(pointers) if tma else [*operands, *pointers], num_warps=config.warps,
+        num_stages=config.stages, keep_text=True,
     )  # fmt: skip
 
 
@@ -83,30 +84,6 @@ def _compile_async(config: GemmConfig, epilogue: str, act: str) -> Report:
             EPILOGUE=EPILOGUE[epilogue], HAS_BIAS=epilogue == "store", DTYPE=dtype, PDL=True,
         ),
         aligned=list(pointers), num_warps=config.warps, keep_text=True,
-    )  # fmt: skip
-
-
-def _compile_w8a8(config: GemmConfig, epilogue: str, act: str, tma: bool) -> Report:
-    blocks = {"x": (config.block_t, config.block_k), "w": (config.block_n, config.block_k)}
-    pointers = {
-        **_outputs(epilogue, act), "bias": SIGNATURE[act],
-        "x_scale": "*fp32", "scale": "*fp32", "partials": "*fp32", "tickets": "*i32",
-        **dict.fromkeys(_SIZES, "i32"),
-    }  # fmt: skip
-    operands = {
-        name: f"tensordesc<fp8e4nv[{rows}, {columns}]>" if tma else "*fp8e4nv"
-        for name, (rows, columns) in blocks.items()
-    }
-    return compile_sm90(
-        gemm_fp8_kernel, operands | pointers,
-        dict(
-            BT=config.block_t, BN=config.block_n, BK=config.block_k, GROUP=config.group,
-            SPLIT=config.split_k, TMA=tma, EPILOGUE=EPILOGUE[epilogue],
-            HAS_BIAS=epilogue == "store", PROMOTE=config.promote, PDL=True,
-            TAIL=config.tail, WAVE=config.wave,
-        ),
-        aligned=list(pointers) if tma else [*operands, *pointers], num_warps=config.warps,
-        num_stages=config.stages, keep_text=True,
     )  # fmt: skip
 
 

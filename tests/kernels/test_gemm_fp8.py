@@ -12,7 +12,7 @@ from engine.errors import EngineError
 FP8 = torch.float8_e4m3fn
 HOPPER_SUM = (
     2.0**-13
-)  # error of one of the K / 32 additions, relative to the running sum (gemm_fp8.py)
+)  # error of one of the K / 32 additions, relative to the running sum (gemm_kernel.py)
 
 
 def _config(**changes):
