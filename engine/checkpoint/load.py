@@ -7,10 +7,12 @@ the final size plus one tensor per loading thread.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from tqdm import tqdm
@@ -19,9 +21,8 @@ from engine.checkpoint.source import CheckpointSource, WeightSource, read_pieces
 from engine.errors import CheckpointError, EngineError, first_few
 from engine.weights import Part, WeightSpec
 
-# Names of HF tensors, each with a scalar on the device that is finite if and only if every value is: looked at at
-# the end, so that loading does not wait for each tensor.
-_Checks = list[tuple[str, torch.Tensor]]
+# A weight's `_extremes`, by rank: looked at at the end, so that loading does not wait for each weight.
+_Checks = dict[int, tuple[torch.Tensor, ...]]
 Progress = Callable[[int], None]  # called with the bytes of each finished weight, from any thread
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -91,7 +92,8 @@ def materialize(
     """One weight of one rank. Raises CheckpointError for a value that is NaN or inf."""
     where = {rank: torch.device(device)}
     loaded = _allocate([spec], rank, where[rank], dtype, quantization)[spec.name]
-    _refuse_nonfinite(_fill(spec, source, {rank: loaded}, where)[rank])
+    held = {rank: loaded}
+    _refuse_nonfinite([spec], [held], [_fill(spec, source, held, where)])
     return loaded
 
 
@@ -149,7 +151,7 @@ def load_ranks(
     # A mode of threads, and tensors made in it are filled in it.
     inference = torch.is_inference_mode_enabled()
 
-    def load(spec: WeightSpec, held: dict[int, Loaded]) -> dict[int, _Checks]:
+    def load(spec: WeightSpec, held: dict[int, Loaded]) -> _Checks:
         if not held:
             return {}
         with contextlib.ExitStack() as stack:
@@ -176,8 +178,8 @@ def load_ranks(
             raise
     for device in on_cuda:
         torch.cuda.synchronize(device)
+    _refuse_nonfinite(specs, held, found)
     for rank, alias in aliases.items():
-        _refuse_nonfinite([check for checks in found for check in checks.get(rank, [])])
         for name, (owner, first, last) in alias.items():
             ranks[rank][name] = Loaded(ranks[rank][owner].weight[first:last])
     return {
@@ -275,10 +277,9 @@ def _fill(
     source: WeightSource,
     held: Mapping[int, Loaded],
     devices: Mapping[int, torch.device],
-) -> dict[int, _Checks]:
-    """Every part into its rows of each rank's weight; their checks."""
+) -> _Checks:
+    """Every part into its rows of each rank's weight."""
     rows = {rank: _rows_of_parts(spec, rank) for rank in held}
-    checks: dict[int, _Checks] = {rank: [] for rank in held}
     where = {rank: devices[rank] for rank in held}
     fp8 = _is_fp8(held)
     for i, part in enumerate(spec.parts):
@@ -290,8 +291,8 @@ def _fill(
             # Of whole rows, so that FP8 values are the same at every TP degree.
             largest = _row_maxima(source.read(_whole(part), 0, _first(where)))
         for rank, target in into.items():
-            checks[rank].append((part.name, _place(target, *pieces.pop(rank), largest)))
-    return checks
+            _place(target, *pieces.pop(rank), largest)
+    return {rank: _extremes(loaded) for rank, loaded in held.items()}
 
 
 def _is_fp8(held: Mapping[int, Loaded]) -> bool:
@@ -317,31 +318,35 @@ def _rows(loaded: Loaded, rows: slice) -> Loaded:
 
 def _place(
     into: Loaded, value: torch.Tensor, scale: torch.Tensor | None, largest: torch.Tensor | None
-) -> torch.Tensor:
-    """Put a part into its rows, if it is not there yet, quantised if `into` is and it is not; its check.
-    largest: see `quantize_rows`."""
-    if into.scale is None:
-        if value.data_ptr() != into.weight.data_ptr():
-            into.weight.copy_(value)
-        return _finite(into.weight)
-    bad = None
-    if scale is None:
-        value, scale = quantize_rows(value, None if largest is None else largest.to(value.device))
-    elif value.numel():  # NaN of e4m3 is 0x7f and 0xff
-        bad = (value.view(torch.int8).amax() == 0x7F) | (value.view(torch.uint8).amax() == 0xFF)
+) -> None:
+    """Put a part into its rows, if it is not there yet, quantised if `into` is and it is not. largest: see
+    `quantize_rows`."""
+    if into.scale is not None:
+        if scale is None:
+            value, scale = quantize_rows(
+                value, None if largest is None else largest.to(value.device)
+            )
+        into.scale.copy_(scale)
     if value.data_ptr() != into.weight.data_ptr():
         into.weight.copy_(value)
-    into.scale.copy_(scale)
-    check = _finite(scale)
-    return check if bad is None else check.masked_fill(bad, float("nan"))
 
 
-def _finite(values: torch.Tensor) -> torch.Tensor:
-    """A scalar that is 0 if every value is finite, else NaN: no sum that could overflow, no mask as large as they."""
-    if not values.numel():
-        return torch.zeros((), device=values.device)
-    low, high = values.aminmax()
-    return low.float() * 0 + high.float() * 0
+def _extremes(loaded: Loaded) -> tuple[torch.Tensor, ...]:
+    """Scalars that tell whether a value is NaN or infinite, or was when FP8 was made of it (`_is_bad`): no sum that
+    could overflow, no mask as large as they."""
+    if not loaded.weight.numel():
+        return ()
+    if loaded.scale is None:
+        return loaded.weight.aminmax()
+    as_integers = loaded.weight.view(torch.int8), loaded.weight.view(torch.uint8)
+    return *(values.amax() for values in as_integers), loaded.scale.amax()
+
+
+def _is_bad(loaded: Loaded, extremes: Sequence[float]) -> bool:
+    if loaded.scale is None or not extremes:
+        return not all(map(math.isfinite, extremes))
+    signed, unsigned, scale = extremes
+    return signed == 0x7F or unsigned == 0xFF or not math.isfinite(scale)  # NaN of e4m3
 
 
 def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:
@@ -361,12 +366,30 @@ def _local_rows(part: Part, rank: int) -> int:
     return stop - start
 
 
-def _refuse_nonfinite(checks: _Checks) -> None:
-    if not checks:
-        return
-    finite = torch.stack([check for _, check in checks]).isfinite().tolist()  # one wait for all
-    bad = list(dict.fromkeys(name for (name, _), ok in zip(checks, finite) if not ok))
+def _refuse_nonfinite(
+    specs: Sequence[WeightSpec], held: Sequence[Mapping[int, Loaded]], checks: Sequence[_Checks]
+) -> None:
+    """CheckpointError that names the HF tensors with values that are NaN or infinite."""
+    bad: dict[str, None] = {}
+    for rank in dict.fromkeys(rank for weights in held for rank in weights):
+        here = [i for i, weights in enumerate(held) if rank in weights]
+        wrong = _which_are_bad([held[i][rank] for i in here], [checks[i][rank] for i in here])
+        for i in (i for i, is_wrong in zip(here, wrong) if is_wrong):
+            parts = [_rows(held[i][rank], rows) for rows in _rows_of_parts(specs[i], rank)]
+            wrong_parts = _which_are_bad(parts, [_extremes(part) for part in parts])
+            bad.update({p.name: None for p, w in zip(specs[i].parts, wrong_parts) if w})
     if bad:
         raise CheckpointError(
-            f"NaN or infinite values (or beyond the dtype's range) in {first_few(bad)}"
+            f"NaN or infinite values (or beyond the dtype's range) in {first_few(list(bad))}"
         )
+
+
+def _which_are_bad(
+    weights: Sequence[Loaded], extremes: Sequence[tuple[torch.Tensor, ...]]
+) -> list[bool]:
+    """Of weights on one device; it is waited for once."""
+    scalars = [scalar.float() for each in extremes for scalar in each]
+    values = iter(torch.stack(scalars).tolist() if scalars else ())
+    return [
+        _is_bad(weight, list(islice(values, len(each)))) for weight, each in zip(weights, extremes)
+    ]

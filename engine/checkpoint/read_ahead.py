@@ -20,6 +20,8 @@ from engine.checkpoint.aio import Read
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
 
+SPARE = 6  # buffers beyond those that are being read: to be taken, or on their way
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -28,20 +30,8 @@ class Chunk:
     info: TensorInfo
     row: int
     end: int
-
-    @property
-    def offset(self) -> int:
-        """Of its first byte in the file."""
-        return self.info.offset + self.row * self._row_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of it."""
-        return (self.end - self.row) * self._row_bytes
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.info.nbytes // self.info.shape[0]
+    offset: int  # of its first byte in the file
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -73,12 +63,14 @@ class Wanted:
         rows = self.rows().values()
         if not rows:
             return
-        step = max(1, nbytes * self.info.shape[0] // self.info.nbytes)
+        row_bytes = self.info.nbytes // self.info.shape[0]
+        step = max(1, nbytes // row_bytes)
         last = max(stop for _, stop in rows)
         for row in range(min(start for start, _ in rows), last, step):
             end = min(row + step, last)
             if any(start < end and row < stop for start, stop in rows):
-                yield Chunk(self.info, row, end)
+                offset = self.info.offset + row * row_bytes
+                yield Chunk(self.info, row, end, offset, (end - row) * row_bytes)
 
 
 class Buffer:
@@ -127,11 +119,11 @@ class Buffer:
         """Whether `start` would wait."""
         return not all(event.query() for event in self._sent.values())
 
-    def mark(self, device: torch.device) -> None:
-        """Transfers out of it were queued on the current stream of a CUDA device."""
-        if device not in self._sent:
-            self._sent[device] = torch.cuda.Event()
-        self._sent[device].record(torch.cuda.current_stream(device))
+    def mark(self, stream: torch.cuda.Stream) -> None:
+        """Transfers out of it may have been queued on a stream."""
+        if stream.device not in self._sent:
+            self._sent[stream.device] = torch.cuda.Event()
+        self._sent[stream.device].record(stream)
 
     def _close(self) -> None:
         if self._file is not None:
@@ -148,7 +140,7 @@ class Buffer:
 
 class ReadAhead:
     """`chunks` in their order, each in a buffer that is free again after `give`; up to `reads` of them are being read,
-    and as many again wait to be taken or are on their way."""
+    and SPARE more wait to be taken or are on their way."""
 
     def __init__(self, chunks: Sequence[Chunk], reads: int, pinned: bool):
         """Raises nothing that reading raises: `take` does."""
@@ -186,7 +178,7 @@ class ReadAhead:
     def _start(self) -> None:
         """Begin what can be begun without a wait; one read at least if none is on its way."""
         while self._started < len(self._chunks) and len(self._reading) < self._reads:
-            if self._made < 2 * self._reads and (not self._free or self._free[0].busy):
+            if self._made < self._reads + SPARE and (not self._free or self._free[0].busy):
                 self._free.appendleft(Buffer(self._size, self._pinned))
                 self._made += 1
             if self._error or not self._free or (self._reading and self._free[0].busy):

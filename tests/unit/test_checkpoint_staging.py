@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoint.aio import Read
-from engine.checkpoint.read_ahead import ReadAhead, Wanted
+from engine.checkpoint.read_ahead import SPARE, ReadAhead, Wanted
 from engine.checkpoint.safetensors_header import read_header
 from engine.checkpoint.source import TORCH_DTYPES
 from engine.checkpoint.staging import Staging
@@ -201,20 +201,19 @@ class Transfer:
         self.waits += 1
 
 
-def test_a_buffer_on_its_way_is_not_overwritten_and_not_waited_for_while_reads_are_left(headers):
+def test_a_buffer_on_its_way_is_waited_for_only_when_it_is_needed(headers):
     chunks = list(Wanted(headers["wide"], None, {0: (0, 37)}).chunks(48))
-    ahead = ReadAhead(chunks, 2, pinned=False)
-    given = []
+    ahead, given = ReadAhead(chunks, 2, pinned=False), []
+    buffers = 2 + SPARE
     for i in range(len(chunks)):
         buffer = ahead.take()
-        event = Transfer()
-        buffer._sent = {CPU: event}
-        given.append(event)
-        waited = [e.waits for e in given]
-        # Four buffers: the first reads use new ones, later ones wait for the transfer of four before.
-        assert sum(waited) <= max(0, i - 1)
+        given.append(Transfer())
+        buffer._sent = {CPU: given[-1]}
         ahead.give(buffer)
-    assert {e.waits for e in given} <= {0, 1} and sum(e.waits for e in given) >= len(chunks) - 4
+        # No transfer ends by itself here. The first reads use new buffers; a later one needs the oldest transfer's.
+        assert sum(transfer.waits for transfer in given) <= max(0, i + 2 - buffers)
+    assert {transfer.waits for transfer in given} <= {0, 1}
+    assert sum(transfer.waits for transfer in given) == len(chunks) - buffers
 
 
 def test_leaving_early_waits_for_what_is_being_read(headers, tensors):
