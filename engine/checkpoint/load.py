@@ -124,9 +124,9 @@ def load_ranks(
 ) -> dict[int, dict[str, Loaded]]:
     """rank -> spec name -> weight, for the ranks of `devices`, in one pass over the files.
 
-    A checkpoint for CUDA ranks is read by up to `threads` reads at once, and one thread puts what was read in its
-    place; weights from elsewhere are made by as many threads (default: `load_threads`). A `CheckpointSource` is first
-    checked against the specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a view of it.
+    A checkpoint for CUDA ranks is read ahead, many reads at once, and one thread puts what was read in its place.
+    Other weights are made by `threads` threads (default: 1 on CPU, where torch itself uses every core, else 4 a rank, 8
+    to 16). A `CheckpointSource` is first checked against the specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a view of it.
     Raises CheckpointError: before any tensor is read, but for NaN or inf, found at the end.
     """
     specs = list(specs.values() if isinstance(specs, Mapping) else specs)
@@ -164,11 +164,11 @@ def load_ranks(
                 progress(loaded.nbytes)
         return checks
 
-    threads = threads or load_threads(where.values())
+    threads = threads or (min(16, max(8, 4 * len(where))) if on_cuda else 1)
     reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if isinstance(source, CheckpointSource) and source.staged(where):
         reads = (read for spec, of in zip(specs, held) for read in _reads(spec, source, of, where))
-        reading, threads = source.read_ahead(reads, threads), 1
+        reading, threads = source.read_ahead(reads), 1
     with reading, ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(load, *each) for each in zip(specs, held)]
         try:
@@ -185,12 +185,6 @@ def load_ranks(
     return {
         rank: {spec.name: loaded[spec.name] for spec in specs} for rank, loaded in ranks.items()
     }
-
-
-def load_threads(devices: Iterable[torch.device]) -> int:
-    """Default threads of a load onto `devices`, one of each rank; 1 on CPU, where torch itself uses every core."""
-    on_cuda = sum(device.type == "cuda" for device in devices)
-    return min(16, max(8, 4 * on_cuda)) if on_cuda else 1
 
 
 def find_aliases(

@@ -1,8 +1,8 @@
 """Reads chunks of files ahead of their use, in the order of their use.
 
 One thread submits the reads (aio.py) and uses what was read. Python threads that read would do as well if they never met
-it: but each hand-over of the GIL takes 0.05 ms and more on a machine with H200s, and with 8 of them a chunk cost the
-thread that places it 0.17 ms, as long as the read of a megabyte (16 to 25 GB/s, where the reads alone give 45).
+it: but each hand-over of the GIL takes 0.05 ms and more on a machine with H200s, and beside 8 of them a chunk cost the
+thread that places it 0.17 ms, as long as the read of a megabyte (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from engine.checkpoint.aio import Read
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
 
-SPARE = 6  # buffers beyond those that are being read: to be taken, or on their way
+# A chunk is read in pieces, many of them at once, and placed as a whole: that is what the one thread's time goes to.
+PIECE_BYTES = 4 << 20
+BUFFERS = 8  # of a chunk: about half of them are being read, the rest is on its way to the devices
 
 
 @dataclass(frozen=True)
@@ -78,45 +80,55 @@ class Buffer:
 
     def __init__(self, nbytes: int, pinned: bool):
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._read = Read()
         self._chunk: Chunk | None = None
-        self._file: tuple[Path, int] | None = None  # its own descriptor: see aio.py
+        self._path: Path | None = None
+        self._files: list[int] = []  # a descriptor of that file for each piece: see aio.py
+        self._reads: list[Read] = []
         self._sent: dict[torch.device, torch.cuda.Event] = {}
 
     def start(self, chunk: Chunk) -> None:
         """Begin to read a chunk; waits for transfers out of the old content. Raises CheckpointError."""
         for event in self._sent.values():
             event.synchronize()
-        file = chunk.info.file
-        try:
-            if self._file is None or self._file[0] != file:
-                self._close()
-                self._file = file, os.open(file, os.O_RDONLY)
-            self._read.start(self._file[1], self.memory.data_ptr(), chunk.nbytes, chunk.offset)
-        except OSError as e:
-            raise CheckpointError(f"{file}: {e.strerror}: it changed while loading") from None
+        self._drain()
         self._chunk = chunk
+        if self._path != chunk.info.file:
+            self._close()
+            self._path = chunk.info.file
+        try:
+            for i, at in enumerate(_pieces(chunk)):
+                if i == len(self._files):
+                    self._files.append(os.open(self._path, os.O_RDONLY))
+                if i == len(self._reads):
+                    self._reads.append(Read())
+                nbytes = min(PIECE_BYTES, chunk.nbytes - at)
+                address = self.memory.data_ptr() + at
+                self._reads[i].start(self._files[i], address, nbytes, chunk.offset + at)
+        except OSError as e:
+            raise CheckpointError(f"{self._path}: {e.strerror}: it changed while loading") from None
 
     def finish(self) -> None:
         """The chunk that was started last is in memory. Raises CheckpointError if it is not."""
-        assert self._chunk is not None and self._file is not None
-        info, nbytes = self._chunk.info, self._chunk.nbytes
+        assert self._chunk is not None
+        info = self._chunk.info
         try:
-            done = self._read.wait()
-            while done < nbytes:  # the file's end, or what stopped the read: the next one tells
-                rest = self.memory.numpy().data[done:nbytes]
-                more = os.preadv(self._file[1], [rest], self._chunk.offset + done)
-                if not more:
-                    raise CheckpointError(
-                        f"{info.file} ends inside {info.name}: it changed while loading"
-                    )
-                done += more
+            for file, read, at in zip(self._files, self._reads, _pieces(self._chunk)):
+                done = at + read.wait()
+                end = min(at + PIECE_BYTES, self._chunk.nbytes)
+                while done < end:  # the file's end, or what stopped the read: the next one tells
+                    rest = self.memory.numpy().data[done:end]
+                    more = os.preadv(file, [rest], self._chunk.offset + done)
+                    if not more:
+                        raise CheckpointError(
+                            f"{info.file} ends inside {info.name}: it changed while loading"
+                        )
+                    done += more
         except OSError as e:
             raise CheckpointError(f"{info.file}: reading {info.name}: {e.strerror}") from None
 
     @property
     def busy(self) -> bool:
-        """Whether `start` would wait."""
+        """Whether `start` would wait for a transfer."""
         return not all(event.query() for event in self._sent.values())
 
     def mark(self, stream: torch.cuda.Stream) -> None:
@@ -125,26 +137,34 @@ class Buffer:
             self._sent[stream.device] = torch.cuda.Event()
         self._sent[stream.device].record(stream)
 
+    def _drain(self) -> None:
+        """Nothing is read into the memory any more."""
+        for read in self._reads:
+            if read.running:
+                with contextlib.suppress(OSError):
+                    read.wait()
+
     def _close(self) -> None:
-        if self._file is not None:
-            os.close(self._file[1])
-            self._file = None
+        while self._files:
+            os.close(self._files.pop())
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            if self._read.running:  # into memory that goes now
-                with contextlib.suppress(OSError):
-                    self._read.wait()
+        if hasattr(self, "_sent"):
+            self._drain()
             self._close()
 
 
-class ReadAhead:
-    """`chunks` in their order, each in a buffer that is free again after `give`; up to `reads` of them are being read,
-    and SPARE more wait to be taken or are on their way."""
+def _pieces(chunk: Chunk) -> range:
+    """Where the reads that together read it begin."""
+    return range(0, chunk.nbytes, PIECE_BYTES)
 
-    def __init__(self, chunks: Sequence[Chunk], reads: int, pinned: bool):
+
+class ReadAhead:
+    """`chunks` in their order, each in one of BUFFERS buffers, which is free again after `give`."""
+
+    def __init__(self, chunks: Sequence[Chunk], pinned: bool):
         """Raises nothing that reading raises: `take` does."""
-        self._chunks, self._reads, self._pinned = chunks, reads, pinned
+        self._chunks, self._pinned = chunks, pinned
         self._size = max((chunk.nbytes for chunk in chunks), default=0)
         self._taken = self._started = self._made = 0
         self._free: deque[Buffer] = deque()
@@ -176,12 +196,13 @@ class ReadAhead:
         self._start()
 
     def _start(self) -> None:
-        """Begin what can be begun without a wait; one read at least if none is on its way."""
-        while self._started < len(self._chunks) and len(self._reading) < self._reads:
-            if self._made < self._reads + SPARE and (not self._free or self._free[0].busy):
-                self._free.appendleft(Buffer(self._size, self._pinned))
-                self._made += 1
-            if self._error or not self._free or (self._reading and self._free[0].busy):
+        """Begin what can be begun without a wait; one chunk at least if none is on its way. Pinning memory takes as
+        long as reading as much, so one buffer a call is made, under the reads of those before it."""
+        if self._made < BUFFERS and not self._error and self._started < len(self._chunks):
+            self._free.appendleft(Buffer(self._size, self._pinned))
+            self._made += 1
+        while self._free and not self._error and self._started < len(self._chunks):
+            if self._reading and self._free[0].busy:
                 return
             buffer = self._free.popleft()
             try:

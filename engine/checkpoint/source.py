@@ -180,9 +180,9 @@ class CheckpointSource:
         return self.index.is_fp8(part.name) and not self._scheme.block
 
     def read_ahead(
-        self, parts: Iterable[tuple[Part, Mapping[int, torch.device]]], reads: int
+        self, parts: Iterable[tuple[Part, Mapping[int, torch.device]]]
     ) -> AbstractContextManager[None]:
-        """Inside, up to `reads` reads are on their way for the calls of `read_ranks` to come: these parts, for these devices
+        """Inside, what the calls of `read_ranks` to come ask for is read ahead of them: these parts, for these devices
         (`staged`), in this order, from one thread."""
         wanted = []
         for part, devices in parts:
@@ -190,7 +190,7 @@ class CheckpointSource:
             if self.keeps_fp8(part):
                 wanted.append(self._wanted_scales(part, devices))
         wanted = [each for each in wanted if each.info.shape]  # a scalar is not staged
-        return self._staging.read_ahead(wanted, reads, pinned=torch.cuda.is_available())
+        return self._staging.read_ahead(wanted, pinned=torch.cuda.is_available())
 
     def check_scales(self) -> None:
         """Read every scale of an FP8 checkpoint: CheckpointError for one that is not finite or not

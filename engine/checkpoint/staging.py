@@ -10,8 +10,7 @@ import torch
 
 from engine.checkpoint.read_ahead import Buffer, Chunk, ReadAhead, Wanted
 
-# Of a buffer. Smaller ones cost the one thread more than they gain by staying in the CPU's caches (docs/performance.md).
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 16 << 20  # of a buffer (read_ahead.py)
 
 
 class Staging:
@@ -23,11 +22,11 @@ class Staging:
         self._local = threading.local()
 
     @contextlib.contextmanager
-    def read_ahead(self, wanted: Iterable[Wanted], reads: int, pinned: bool) -> Iterator[None]:
-        """Inside, up to `reads` reads are on their way for the calls of `read` to come: of these, in this order, from
-        one thread. A `read` of something else reads for itself."""
+    def read_ahead(self, wanted: Iterable[Wanted], pinned: bool) -> Iterator[None]:
+        """Inside, what the calls of `read` to come ask for is read ahead of them: these, in this order, from one thread. A
+        `read` of something else reads for itself."""
         chunks = [chunk for each in wanted for chunk in each.chunks(self._chunk_bytes)]
-        self._ahead = ReadAhead(chunks, reads, pinned)
+        self._ahead = ReadAhead(chunks, pinned)
         try:
             yield
         finally:

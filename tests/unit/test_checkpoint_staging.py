@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.checkpoint import read_ahead
 from engine.checkpoint.aio import Read
-from engine.checkpoint.read_ahead import SPARE, ReadAhead, Wanted
+from engine.checkpoint.read_ahead import BUFFERS, ReadAhead, Wanted
 from engine.checkpoint.safetensors_header import read_header
 from engine.checkpoint.source import TORCH_DTYPES
 from engine.checkpoint.staging import Staging
@@ -161,31 +162,36 @@ def check(staging, wanted, tensors):
         assert same(got[rank], tensors[wanted.info.name][start:stop])
 
 
-@pytest.mark.parametrize("depth", [1, 2, 7, 30])
-@pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
-def test_read_ahead_gives_the_same_and_reads_nothing_twice(headers, tensors, reads, depth, chunk):
+@pytest.mark.parametrize("chunk, piece", [(1, 1), (100, 48), (1 << 20, 7), (1 << 20, 1 << 20)])
+def test_read_ahead_gives_the_same_and_reads_nothing_twice(
+    headers, tensors, reads, monkeypatch, chunk, piece
+):
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", piece)
     staging, order = Staging(chunk), wanted_rows(headers, 20)
-    with staging.read_ahead(order, depth, pinned=False):
+    with staging.read_ahead(order, pinned=False):
         for wanted in order:
             check(staging, wanted, tensors)
-    assert len(reads) == sum(len(list(wanted.chunks(chunk))) for wanted in order)
+    chunks = [each for wanted in order for each in wanted.chunks(chunk)]
+    assert len(reads) == sum(-(-each.nbytes // piece) for each in chunks)
+    assert sum(nbytes for _, nbytes in reads) == sum(each.nbytes for each in chunks)
 
 
 def test_what_was_not_announced_is_read_all_the_same(headers, tensors):
     staging, order = Staging(100), wanted_rows(headers, 20)
-    with staging.read_ahead(order[2:], 3, pinned=False):
+    with staging.read_ahead(order[2:], pinned=False):
         for wanted in order:
             check(staging, wanted, tensors)
     check(staging, order[0], tensors)
 
 
-def test_no_more_reads_are_on_their_way_than_asked_for(headers, tensors, reads):
+def test_no_more_is_read_ahead_than_there_are_buffers(headers, tensors, reads):
     order = [Wanted(headers["wide"], 0, {0: (i, i + 1)}) for i in range(30)]
     staging = Staging(48)
-    with staging.read_ahead(order, 4, pinned=False):
+    with staging.read_ahead(order, pinned=False):
         for i, wanted in enumerate(order):
             check(staging, wanted, tensors)
-            assert len(reads) == min(i + 5, 30)
+            assert i + 1 <= len(reads) <= i + 1 + BUFFERS
+        assert len(reads) == 30
 
 
 class Transfer:
@@ -203,23 +209,22 @@ class Transfer:
 
 def test_a_buffer_on_its_way_is_waited_for_only_when_it_is_needed(headers):
     chunks = list(Wanted(headers["wide"], None, {0: (0, 37)}).chunks(48))
-    ahead, given = ReadAhead(chunks, 2, pinned=False), []
-    buffers = 2 + SPARE
+    ahead, given = ReadAhead(chunks, pinned=False), []
     for i in range(len(chunks)):
         buffer = ahead.take()
         given.append(Transfer())
         buffer._sent = {CPU: given[-1]}
         ahead.give(buffer)
         # No transfer ends by itself here. The first reads use new buffers; a later one needs the oldest transfer's.
-        assert sum(transfer.waits for transfer in given) <= max(0, i + 2 - buffers)
+        assert sum(transfer.waits for transfer in given) <= max(0, i + 2 - BUFFERS)
     assert {transfer.waits for transfer in given} <= {0, 1}
-    assert sum(transfer.waits for transfer in given) == len(chunks) - buffers
+    assert sum(transfer.waits for transfer in given) == len(chunks) - BUFFERS
 
 
 def test_leaving_early_waits_for_what_is_being_read(headers, tensors):
     staging, order = Staging(48), wanted_rows(headers, 40)
     for taken in (0, 1, 25):
-        with pytest.raises(KeyboardInterrupt), staging.read_ahead(order, 4, pinned=False):
+        with pytest.raises(KeyboardInterrupt), staging.read_ahead(order, pinned=False):
             for wanted in order[:taken]:
                 check(staging, wanted, tensors)
             buffers = weakref.WeakSet(staging._ahead._reading)
@@ -229,15 +234,16 @@ def test_leaving_early_waits_for_what_is_being_read(headers, tensors):
     check(staging, order[-1], tensors)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 9])
-def test_an_error_comes_in_its_turn_and_stays(tmp_path, depth):
+@pytest.mark.parametrize("piece", [1, 4])
+def test_an_error_comes_in_its_turn_and_stays(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", piece)
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.arange(64.0)}, file)
     info = read_header(file)["a"]
     file.write_bytes(file.read_bytes()[:-8])
     order = [Wanted(info, 0, {0: (i, i + 1)}) for i in range(64)]
     staging = Staging(4)
-    with staging.read_ahead(order, depth, pinned=False):
+    with staging.read_ahead(order, pinned=False):
         for i in range(62):
             assert staging.read(order[i], torch.float32, {0: CPU})[0] == i
         for _ in range(2):
@@ -253,7 +259,7 @@ def test_a_file_that_is_gone_is_an_error_in_its_turn(tmp_path):
     (tmp_path / "b").unlink()
     order = [Wanted(info, None, {0: (0, 8)}) for info in infos]
     staging = Staging(8)
-    with staging.read_ahead(order, 16, pinned=False):
+    with staging.read_ahead(order, pinned=False):
         assert torch.equal(staging.read(order[0], torch.float32, {0: CPU})[0], torch.arange(8.0))
         for _ in range(2):
             with pytest.raises(CheckpointError, match="No such file or directory: it changed"):
