@@ -262,13 +262,9 @@ def measure(case: Case, good: set[Variant], pool: Pool, rows: Rows, device: str)
 
 
 def short(config: op.GemmConfig | None) -> str:
-    """256x128x64 w8 s4 swap split2, in tokens x weight rows x K; a ring: weight rows x K, warps that share K."""
+    """256x128x64 w8 s4 swap split2, in tokens x weight rows x K."""
     if config is None or config.kernel == "cublas":
         return "cublas"
-    if config.ring:
-        r = config.ring
-        tile = f"ring {r.block_n}x{r.block_k} w{r.num_warps} k{r.warps_k} s{r.stages}"
-        return f"{tile} {r.programs} programs {r.programs_per_sm} an SM"
     text = f"{config.block_t}x{config.block_n}x{config.block_k} w{config.warps} s{config.stages}"
     text += " async" * (config.kernel == "async") + " w8a8" * (config.kernel == op.W8A8)
     text += " promoted" * config.promote

@@ -9,11 +9,10 @@ sums. Launches of one T agree bit by bit.
 
 x may also be e4m3 with an fp32 scale a row, beside an FP8 w: then the products are FP8 too (W8A8).
 
-Four kernels: gemm_kernel.py (Triton, W8A8 too; also the interpreter's), gemm_async.py (Gluon, FP8
-weights), the library's GEMM, and for up to 16 rows, where the read of the weights is all, the decode
-GEMV's gemv_ring.py (only if the tuned cache says so). gemm_tile.py: what the first two share on the
-device; gemm_tail.py: a part-filled last wave split over K (the Triton kernel); gemm_config.py:
-configurations, the heuristic and what a launch takes.
+Three kernels: gemm_kernel.py (Triton, W8A8 too; also the interpreter's), gemm_async.py (Gluon, FP8
+weights) and the library's GEMM. gemm_tile.py: what the first two share on the device; gemm_tail.py: a
+part-filled last wave split over K (the Triton kernel); gemm_config.py: configurations, the heuristic
+and what a launch takes.
 
 N x K per rank (7B | 72B):
             TP 1            TP 2          TP 1            TP 2          TP 4          TP 8
@@ -29,14 +28,12 @@ Roof of an H200: weight bytes / 4.29 TB/s (measured copy) while T is below about
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from engine.errors import EngineError
-from engine.kernels import gemm_async, gemm_kernel, gemv
+from engine.kernels import gemm_async, gemm_kernel
 from engine.kernels.epilogue import (
     Epilogue,
     GemmEpilogue,
@@ -55,13 +52,11 @@ from engine.kernels.gemm_config import (
     settle,
     workspace_sizes,
 )
-from engine.kernels.gemv_config import ring_shape
 from engine.kernels.silu import silu_mul
 from engine.kernels.sync import INTERPRET
 
 KEY_FIELDS = ("t", "n", "k", "weight_dtype")
-NEAREST_FIELD = "t"  # every configuration runs at every T, and those that `lends` passes as tuned
-# Not the ring's: they are the GEMV's, and a ring that they no longer take falls back.
+NEAREST_FIELD = "t"  # every configuration is valid at every T
 SOURCES = ("gemm_tile.py", "gemm_tail.py", "gemm_kernel.py", "gemm_async.py")
 
 __all__ = [
@@ -77,7 +72,6 @@ __all__ = [
     "Store",
     "gemm",
     "heuristic",
-    "lends",
     "linear_ref",
     "workspace",
     "workspace_sizes",
@@ -95,12 +89,6 @@ class GemmWorkspace:
     partials: torch.Tensor
     tickets: torch.Tensor
     scratch: torch.Tensor
-
-
-def lends(config: Mapping[str, Any]) -> bool:
-    """Whether an entry's configuration may serve another T than it was tuned for. A ring ends at 16
-    rows: at more, the heuristic would run in the place of a tuned tile of another neighbour."""
-    return config.get("kernel") != "ring"
 
 
 def workspace(
@@ -132,8 +120,7 @@ def gemm(
     x [T, K] bf16 or fp16, w [N, K] the same dtype or float8_e4m3fn, unit stride along K; scale fp32
     [N]; bias [N]. Or x and w float8_e4m3fn with x_scale fp32 [T]: y = (x @ w^T) * x_scale * scale.
     Epilogue: Store, Residual, SiluMul or Scatter; outputs have unit stride along N.
-    A configuration for the other kind of x is replaced by the heuristic's, and so is "ring" with
-    more than 16 rows, Scatter, an fp32 output or a shape that the ring does not take.
+    A configuration for the other kind of x is replaced by the heuristic's.
     Without a workspace a split-K or tail configuration runs unsplit, and cuBLAS + SiluMul runs on
     Triton.
     "async" runs on Triton too where it cannot (16-bit weights, rows not 16-byte aligned, the
@@ -149,10 +136,6 @@ def gemm(
         config = _replaced(config, call)
     elif config.kernel == "cublas":
         if _cublas(call, None if workspace is None else workspace.scratch):
-            return
-        config = _replaced(config, call)
-    elif config.kernel == "ring":
-        if _ring(call, config, pdl):
             return
         config = _replaced(config, call)
     tma = config.tma and _tma_able(x) and _tma_able(w)
@@ -213,26 +196,7 @@ def _replaced(config: GemmConfig, call: Operands) -> GemmConfig:
     workspace, sized for `config`, has no partial sums."""
     t, n, k = call.sizes
     chosen = heuristic(t, n, k, W8A8 if call.x.dtype == FP8 else call.w.dtype)
-    return replace(chosen, split_k=1) if config.kernel in ("cublas", "ring") else chosen
-
-
-def _ring(call: Operands, config: GemmConfig, pdl: bool) -> bool:
-    """The decode GEMV with the rows of a short prompt, where it can do the call (True); in the
-    interpreter its plain kernel."""
-    x, w, ring, epilogue = call.x, call.w, config.ring, call.epilogue
-    t, n, k = call.sizes
-    if ring is None or t > gemv.MAX_ROWS or isinstance(epilogue, Scatter):
-        return False
-    if call.out.dtype != x.dtype or not _tma_able(w):  # TMA's alignment is that of 16-byte copies
-        return False
-    if not all(m.is_contiguous() for m in (x, w, call.out, call.residual)):
-        return False
-    try:
-        ring_shape(ring, n, k, t, x.dtype, w.dtype)
-    except EngineError:
-        return False
-    gemv.gemv(x, w, epilogue, scale=call.scale, bias=call.bias, config=ring, pdl=pdl)
-    return True
+    return replace(chosen, split_k=1) if config.kernel == "cublas" else chosen
 
 
 def _cublas(call: Operands, scratch: torch.Tensor | None) -> bool:

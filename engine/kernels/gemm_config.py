@@ -13,7 +13,6 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.epilogue import GemmEpilogue, Residual, Scatter, SiluMul, Store
-from engine.kernels.gemv_config import GemvConfig
 from engine.kernels.integers import cdiv, next_power_of_2
 
 FP8 = torch.float8_e4m3fn
@@ -24,8 +23,7 @@ W8A8 = "w8a8"  # weight_dtype of a key whose x is FP8 as well, and the kernel th
 class GemmConfig:
     """One way to run the GEMM. Powers of two except `stages`, `split_k`, `tail` and `wave`.
 
-    kernel: "triton", "async" (FP8 weights), "w8a8" (FP8 weights and x), "cublas" (16-bit weights) or "ring" (the
-    decode GEMV's kernel), which is walked by `ring` alone. JSON has that as a dict, which becomes a GemvConfig.
+    kernel: "triton", "async" (FP8 weights), "w8a8" (FP8 weights and x) or "cublas" (16-bit weights).
     """
 
     kernel: str = "triton"
@@ -43,11 +41,6 @@ class GemmConfig:
     promote: bool = False  # "w8a8": blocks of K summed in fp32, not by the tensor cores' 14 bits
     tail: int = 1  # parts of each tile behind the last whole wave; > 1: no split_k, a workspace
     wave: int = 0  # programs that run at once, for `tail` > 1
-    ring: GemvConfig | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.ring, dict):
-            object.__setattr__(self, "ring", GemvConfig(**self.ring))
 
 
 @dataclass(frozen=True)
@@ -145,8 +138,6 @@ def workspace_sizes(config: GemmConfig, t: int, n: int, epilogue: type) -> tuple
     over calls."""
     if config.kernel == "cublas":
         return 0, 0, t * n if epilogue is SiluMul else 0
-    if config.kernel == "ring":
-        return 0, 0, 0
     tile = config.block_t * config.block_n
     if config.split_k == 1:
         rest, programs = tail_of(config, t, n)

@@ -1,8 +1,7 @@
 """Decode linear layer: y[r, n] = scale[n] * rstd(x_r) * sum_k W[n, k] (x[r, k] g[k]) + bias[n], then an epilogue.
 
-R = 1..16 rows (decode has 8 at most, a short prompt 16: gemm.py); W is [N, K] row-major, bf16 / fp16 or FP8 e4m3 with one
-fp32 scale per output channel; g is the RMSNorm weight of the layer in front (absent: g = rstd = 1), rstd = 1 / sqrt(mean(x^2)
-+ eps). fp32 accumulation.
+R = 1..8 rows; W is [N, K] row-major, bf16 / fp16 or FP8 e4m3 with one fp32 scale per output channel; g is the
+RMSNorm weight of the layer in front (absent: g = rstd = 1), rstd = 1 / sqrt(mean(x^2) + eps). fp32 accumulation.
 
 The weights are read once, so the roof is N*K*bytes / 4.29 TB/s (an H200's copy bandwidth). Per rank:
 
@@ -66,7 +65,7 @@ __all__ = [
     "plan_gemv",
 ]
 
-MAX_ROWS = 16
+MAX_ROWS = 8
 
 
 def _check(x: torch.Tensor, w: torch.Tensor, epilogue: GemvEpilogue) -> tuple[int, int, int]:
@@ -75,7 +74,7 @@ def _check(x: torch.Tensor, w: torch.Tensor, epilogue: GemvEpilogue) -> tuple[in
     if w.shape[1] != k:
         raise EngineError(f"x is [{rows}, {k}] and W is {list(w.shape)}: their K differ")
     if not 1 <= rows <= MAX_ROWS:
-        raise EngineError(f"the GEMV takes 1 to {MAX_ROWS} rows, not {rows}")
+        raise EngineError(f"the decode GEMV takes 1 to {MAX_ROWS} rows, not {rows}")
     if n % 2 and not isinstance(epilogue, Store | Residual | Maxima):
         raise EngineError(f"{type(epilogue).__name__} works on pairs of outputs; N = {n} is odd")
     return rows, n, k
@@ -221,7 +220,7 @@ def gemv(
 ) -> None:
     """Launch y = scale * rstd(x) * (W @ (x * norm_weight)) + bias and its epilogue on the current stream.
 
-    x [R, K] 16-bit, R 1..16; w [N, K] bf16, fp16 or float8_e4m3fn; everything contiguous. Outputs live in `epilogue`.
+    x [R, K] 16-bit, R 1..8; w [N, K] bf16, fp16 or float8_e4m3fn; everything contiguous. Outputs live in `epilogue`.
     In the interpreter every config runs the plain kernel. Raises EngineError for shapes that do not fit together
     or a config that does not fit them.
     """

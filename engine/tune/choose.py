@@ -14,7 +14,7 @@ of its `heuristic` without `sm_count`), `UNWRITTEN` (values of such a field that
 out, so that a field can be added without renaming the entries there are), `SOURCES` (file names beside it that its hash covers;
 default: itself) and `NEAREST_FIELD` (an int field, e.g. the prefill bucket: a shape tuned at other
 sizes of it takes the next larger tuned size, else the next smaller one, within a factor of two;
-every configuration must be valid at every size, or the op's `lends(config dict)` false for it).
+every configuration must be valid at every size).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def choose(op: str, key: Mapping[str, Any]) -> Any:
     if op not in _state.entries:
         _state.entries[op] = cache_file.load(_path(op), metadata(op))
     module = _op(op).load()
-    written = _nearest(_state.entries[op], written, module)
+    written = _nearest(_state.entries[op], written, getattr(module, "NEAREST_FIELD", None))
     entry = _state.entries[op].get(written)
     if entry is not None:
         try:
@@ -217,11 +217,10 @@ def _written(value: Any) -> str:
     )
 
 
-def _nearest(entries: Mapping[str, dict], written: str, module: Any) -> str:
-    """`written` itself if it is tuned or nothing near it is; else the entry next to it along the
-    op's NEAREST_FIELD that may stand in, the larger one first, at most NEAREST_RATIO away: a tile
-    made for 512 tokens at 16 ran five times slower than the heuristic's (7B FP8 on an H200)."""
-    name = getattr(module, "NEAREST_FIELD", None)
+def _nearest(entries: Mapping[str, dict], written: str, name: str | None) -> str:
+    """`written` itself if it is tuned or nothing near it is; else the entry next to it along field
+    `name`, the larger one first, at most NEAREST_RATIO away: a tile made for 512 tokens at 16 ran
+    five times slower than the heuristic's (7B FP8 on an H200)."""
     if name is None or written in entries:
         return written
     pattern = re.compile(rf"(^|,){name}=(\d+)(?=,|$)")
@@ -231,12 +230,7 @@ def _nearest(entries: Mapping[str, dict], written: str, module: Any) -> str:
         return (pattern.sub("", key), int(match.group(2))) if match else (key, 0)
 
     rest, size = parts(written)
-    lends = getattr(module, "lends", lambda config: True)
-    tuned = sorted(
-        (parts(key)[1], key)
-        for key, entry in entries.items()
-        if parts(key)[0] == rest and lends(entry.get("config", {}))
-    )
+    tuned = sorted((parts(key)[1], key) for key in entries if parts(key)[0] == rest)
     larger = [key for other, key in tuned if size <= other <= size * NEAREST_RATIO]
     smaller = [key for other, key in tuned if size > other >= size / NEAREST_RATIO]
     return larger[0] if larger else smaller[-1] if smaller else written

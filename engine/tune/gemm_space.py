@@ -2,7 +2,7 @@
 them.
 
 Every member compiles for sm_90 without spills and without serialised wgmma
-(tests/kernels/test_compile_gemm.py, test_gemm_ring.py).
+(tests/kernels/test_compile_gemm.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import torch
 import triton
 
 from engine.kernels.gemm import W8A8, GemmConfig
-from engine.kernels.gemv import MAX_ROWS
-from engine.tune.gemv_space import many_rows_candidates
 
 SHARED_MEMORY = 227 * 1024  # bytes a program may use on an H100 or H200
 TAIL_FILL = 0.8  # of the last wave: above, what a split gains is less than what its sums cost
@@ -40,9 +38,6 @@ def candidates(
     found: dict[GemmConfig, None] = {}
     if not fp8:
         found[GemmConfig(kernel="cublas")] = None
-    if t <= MAX_ROWS and weight_dtype != W8A8:
-        rings = many_rows_candidates(t, n, k, weight_dtype, sm_count)
-        found.update(dict.fromkeys(GemmConfig(kernel="ring", ring=ring) for ring in rings))
     for config in shapes:
         if shared_bytes(config, fp8) > SHARED_MEMORY:
             continue
@@ -55,7 +50,7 @@ def candidates(
 
 def shared_bytes(config: GemmConfig, fp8: bool) -> int:
     """Pipeline buffers of one program, and the 16-bit copy of the weight tile where FP8 goes
-    through memory. Not of a ring (gemv_config.ring_shape)."""
+    through memory."""
     weight = config.block_n * config.block_k * (1 if fp8 else 2)
     stage = weight + config.block_t * config.block_k * (1 if config.kernel == W8A8 else 2)
     copy = 2 * weight if fp8 and not config.swap and config.kernel == "triton" else 0

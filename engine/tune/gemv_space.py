@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, zip_longest
 
 import torch
 
@@ -33,15 +32,6 @@ _RINGS = (
     (32, 512, 4, 4, 2), (32, 512, 4, 2, 2), (16, 1024, 4, 4, 2), (16, 1024, 8, 8, 2), (16, 512, 4, 4, 2),
     (32, 1024, 8, 8, 1),
 )  # fmt: skip
-
-# Rings for the 9 to 16 rows of a short prompt, the likeliest first; the same five numbers. Such rows of x do not fit
-# beside a ring from K = 3584 on and are read from L2 for every tile, 32 bytes a weight column: so the taller the
-# better, up to what a thread holds (128 bytes of FP8 or 256 of 16-bit weights: compiled for sm_90).
-_MANY_ROWS = (
-    (128, 256, 8, 2, 1), (64, 512, 8, 4, 1), (256, 128, 8, 1, 1), (128, 512, 8, 4, 1), (64, 256, 4, 2, 2),
-    (32, 1024, 8, 8, 1), (32, 512, 4, 4, 2), (16, 1024, 8, 8, 1), (16, 512, 4, 4, 2),
-)  # fmt: skip
-MOST_MANY_ROWS = 8
 
 HALF_BYTES = 104 << 10  # of a multiprocessor's shared memory: two kernels' rings fit side by side
 
@@ -134,55 +124,22 @@ def wide_candidates(
     return [with_wide(config, walk) for walk in found]
 
 
-def many_rows_candidates(
-    rows: int, n: int, k: int, weight_dtype: torch.dtype | str, sm_count: int = 132
-) -> list[GemvConfig]:
-    """Rings worth timing for the `rows` activation rows of a short prompt (9 to 16), at most MOST_MANY_ROWS.
-
-    A row of a prompt need not have the bits of the same row decoded, so all of a config is free here. Each tile as
-    deep as fits, then beside another kernel's ring (see `base_candidates`); none that is half empty in every program,
-    and 16 rows a tile only where a multiprocessor has 32 at most.
-    """
-    w_dtype = _DTYPES[weight_name(weight_dtype)]
-    by_tile = []
-    for block_n, bytes_k, warps, warps_k, per_sm in _MANY_ROWS:
-        block_k, tile = bytes_k // w_dtype.itemsize, block_n * bytes_k
-        ring = GemvConfig("ring", block_n, block_k, warps, 2, sm_count * per_sm, warps_k, per_sm)
-        each = ring_rows(ring, n)
-        unfit = block_n // 2 >= each if block_n > 16 else per_sm * each > 32
-        spills = tile > MOST_THREAD_BYTES // 2 * w_dtype.itemsize * 32 * warps
-        if unfit or spills or block_k > k:
-            continue
-        depths = _depths(ring, n, k, w_dtype, HALF_BYTES // per_sm // tile, rows)
-        by_tile.append([replace(ring, stages=stages) for stages in depths])
-    found: dict[tuple[GemvConfig, bool], GemvConfig] = {}
-    for config in chain.from_iterable(zip_longest(*by_tile)):
-        shape = _shape(config, n, k, w_dtype, rows) if config else None
-        if shape:
-            found.setdefault((replace(config, stages=shape.stages), shape.stage_x), config)
-    return list(found.values())[:MOST_MANY_ROWS]
-
-
-def _depths(
-    walk: GemvConfig, n: int, k: int, w_dtype: torch.dtype, half: int, rows: int = 8
-) -> list[int]:
-    """Stages of the deepest ring at `rows` rows, of the deepest that leaves room for them, and `half`."""
+def _depths(walk: GemvConfig, n: int, k: int, w_dtype: torch.dtype, half: int) -> list[int]:
+    """Stages of the deepest ring at 8 rows, of the deepest that leaves room for them, and `half`."""
     fits = {}
     for stages in range(MAX_STAGES, 2, -1):
-        shape = _shape(replace(walk, stages=stages), n, k, w_dtype, rows)
+        shape = _shape(replace(walk, stages=stages), n, k, w_dtype)
         if shape:
             fits[stages] = shape.stage_x
     staged = [stages for stages, stage_x in fits.items() if stage_x]
     return [*list(fits)[:1], *staged[:1], *([half] if half in fits else [])]
 
 
-def _shape(
-    config: GemvConfig, n: int, k: int, w_dtype: torch.dtype, rows: int = 8
-) -> RingShape | None:
-    """At `rows` rows; None if that does not fit."""
+def _shape(config: GemvConfig, n: int, k: int, w_dtype: torch.dtype) -> RingShape | None:
+    """At 8 rows; None if that does not fit."""
     x_dtype = torch.bfloat16 if w_dtype.itemsize == 1 else w_dtype
     try:
-        return ring_shape(config, n, k, rows, x_dtype, w_dtype)
+        return ring_shape(config, n, k, 8, x_dtype, w_dtype)
     except EngineError:
         return None
 

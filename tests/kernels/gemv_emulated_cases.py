@@ -211,14 +211,6 @@ CASES = {
     "x from L2": lambda: store(8, 16, 12304, FP8, ring(16, 1024, 6, 8, 8, 1), norm=True),
     "x from L2, scaled": lambda: store(8, 16, 12304, FP8, ring(16, 1024, 6, 8, 8, 1)),
     "x from L2, bf16": lambda: store(8, 16, 12304, BF16, ring(16, 512, 4, 8, 8, 1)),
-    # The rows of a short prompt on tiles of gemm_space's, several a program and the last ones ragged; two programs
-    # to a multiprocessor leave no room for x, which then comes from L2.
-    "store fp8 16 rows": lambda: store(16, 166, 1040, FP8, ring(64, 512, 3, 8, 4, 2, 2), bias=True),
-    "residual fp8 13 rows": lambda: residual(13, 300, 528, FP8, ring(128, 256, 3, 8, 2, 1, 2)),
-    "silu fp8 16 rows": lambda: silu(16, 130, 2064, FP8, ring(32, 1024, 3, 8, 8, 2, 2)),
-    "store bf16 16 rows": lambda: store(16, 276, 136, BF16, ring(256, 64, 4, 8, 1, 1), bias=True),
-    "silu bf16 16 rows": lambda: silu(16, 150, 520, BF16, ring(128, 256, 3, 8, 4, 1)),
-    "residual bf16 16 rows": lambda: residual(16, 40, 512, BF16, ring(16, 256, 4, 4, 4, 2)),
     "large activations": lambda: large_activations(ring(16, 512, 3, 4, 4, 2)),
 }
 BITS = {
@@ -227,9 +219,6 @@ BITS = {
     ),
     "fp8 scaled": lambda: same_bits(8, 16, 1040, FP8, ring(16, 1024, 3, 8, 8, 1)),
     "bf16 norm": lambda: same_bits(8, 16, 1032, BF16, ring(16, 512, 3, 4, 4, 1), norm=True),
-    "16 rows fp8": lambda: same_bits(16, 80, 1040, FP8, ring(64, 512, 3, 8, 4, 1, 2), bias=True),
-    "16 rows fp8 two groups": lambda: same_bits(16, 64, 528, FP8, ring(64, 256, 4, 4, 2, 1)),
-    "16 rows bf16": lambda: same_bits(16, 40, 1032, BF16, ring(32, 512, 3, 8, 8, 1)),
     "poll fp8": lambda: polled(1, 24, 1536, FP8, ring(16, 512, 3, 4, 4, 3)),
     "poll bf16 2 rows": lambda: polled(2, 12, 2056, BF16, ring(16, 512, 3, 8, 8, 1)),
     "poll fp16 3 rows of 4": lambda: polled(3, 12, 520, FP16, ring(16, 256, 3, 4, 4, 2), world=4),

@@ -268,12 +268,17 @@ def test_async_kernel(
 
 
 def test_library_route_falls_back_for_fp8(device: str) -> None:
-    from engine.kernels.gemm import Store, gemm
+    """Unsplit, as a workspace of the library's size has no partial sums."""
+    from engine.kernels.gemm import Store, gemm, heuristic, workspace, workspace_sizes
 
-    x, w, scale, bias = _inputs(16, 64, 128, device, fp8=True)
-    out = _poison(16, 64, dtype=torch.bfloat16, device=device)
-    gemm(x, w, Store(out), scale=scale, bias=bias, config=_config(kernel="cublas"))
-    _close(out, _want(x, w, scale, bias), magnitude=2.0)
+    config, k = _config(kernel="cublas"), 2048
+    assert heuristic(16, 64, k, "fp8").split_k > 1
+    x, w, scale, bias = _inputs(16, 64, k, device, fp8=True)
+    own = workspace(workspace_sizes(config, 16, 64, Store), x.dtype, torch.device(device))
+    for scratch in (None, own):
+        out = _poison(16, 64, dtype=torch.bfloat16, device=device)
+        gemm(x, w, Store(out), scale=scale, bias=bias, config=config, workspace=scratch)
+        _close(out, _want(x, w, scale, bias), magnitude=4.0)
 
 
 def test_errors_name_the_shapes(device: str) -> None:

@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.kernels.gemv_config import MAX_STAGES, SHARED_BYTES, GemvConfig, heuristic, ring_shape
 from tests.kernels.compile_sm90 import run_compile_checks
 
-CASES = 24
+CASES = 18
 FP8 = torch.float8_e4m3fn
 
 
@@ -29,7 +29,7 @@ def test_every_epilogue_agrees_with_the_reference(results):
 
 def test_rows_and_polls_do_not_change_bits(results):
     bits = {name: v for name, v in results.items() if isinstance(v, bool)}
-    assert len(bits) == 15
+    assert len(bits) == 12
     assert all(bits.values()), bits
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
-import torch
 
 SHAPES = [(4608, 3584), (3584, 18944), (1280, 8192), (29568, 8192), (8192, 3696), (152064, 8192)]
 
@@ -24,12 +22,8 @@ def test_space_and_heuristic_stay_within_the_card(weight_dtype: str) -> None:
         assert any(c.kernel == "cublas" for c in found) is not fp8
         assert 4 <= len(found) <= 48
         for config in [*found, heuristic(t, n, k, weight_dtype, 132)]:
-            facts = asdict(config)
-            assert (facts.pop("ring") is None) is (config.kernel != "ring")
-            if config.ring:
-                continue
             assert gemm_space.shared_bytes(config, fp8) <= gemm_space.SHARED_MEMORY, config
-            assert all(isinstance(v, (int, str, bool)) for v in facts.values())
+            assert all(isinstance(v, (int, str, bool)) for v in asdict(config).values())
             assert (config.kernel == "w8a8") is (weight_dtype == "w8a8") and not config.promote
             if config.kernel == "async":
                 assert fp8 and config.block_t <= 256 and config.block_n % (16 * config.warps) == 0
@@ -38,78 +32,6 @@ def test_space_and_heuristic_stay_within_the_card(weight_dtype: str) -> None:
                 assert rows % 64 == 0, f"{config}: the M operand of wgmma is a multiple of 64"
                 parts = max(config.split_k, config.tail)
                 assert parts == 1 or -(-k // config.block_k) // parts >= 8
-
-
-@pytest.mark.parametrize("weight_dtype", ["bf16", "fp8", "w8a8"])
-def test_rings_are_for_the_16_bit_rows_of_a_short_prompt(weight_dtype: str) -> None:
-    from engine.kernels.gemm import GemmConfig
-    from engine.kernels.gemv_config import SHARED_BYTES, ring_rows, ring_shape
-    from engine.tune import gemm_space
-    from engine.tune.gemv_space import MOST_MANY_ROWS
-
-    weight = torch.bfloat16 if weight_dtype == "bf16" else torch.float8_e4m3fn
-    for (n, k), t in itertools.product(SHAPES, (16, 17, 32)):
-        found = gemm_space.candidates(t, n, k, weight_dtype, 132)
-        rings = [c.ring for c in found if c.ring]
-        if t > 16 or weight_dtype == "w8a8":
-            assert not rings
-            continue
-        assert 4 <= len(rings) <= MOST_MANY_ROWS == 8
-        shapes = {}
-        for ring in rings:
-            shape = ring_shape(ring, n, k, t, torch.bfloat16, weight)
-            assert shape.shared_bytes * ring.programs_per_sm <= SHARED_BYTES and shape.stages >= 3
-            assert ring.block_n == 16 or ring.block_n // 2 < ring_rows(ring, n)
-            assert ring.wide is None
-            shapes[replace(ring, stages=shape.stages), shape.stage_x] = ring
-        assert len(shapes) == len(rings), "two that run alike"
-        config = GemmConfig(kernel="ring", ring=rings[0])
-        assert config in found
-        assert GemmConfig(**json.loads(json.dumps(asdict(config)))) == config
-
-
-def test_a_tuned_ring_serves_no_other_size(tmp_path) -> None:
-    """At 32 rows it would give way to the heuristic in the place of the tile tuned for 64."""
-    from engine.kernels.gemm import GemmConfig, heuristic
-    from engine.kernels.gemv_config import GemvConfig
-    from engine.tune import choose
-
-    ring = GemmConfig(kernel="ring", ring=GemvConfig("ring", 64, 512, 8, 6, 132, 4, 1))
-    tile = GemmConfig(block_t=64, block_n=64, block_k=256)
-
-    def key(t: int, k: int) -> dict:
-        return {"t": t, "n": 37888, "k": k, "weight_dtype": "fp8"}
-
-    choose.set_target("NVIDIA H200", 132, tmp_path)
-    try:
-        entries = {(16, 3584): ring, (64, 3584): tile, (16, 512): ring, (16, 1024): tile}
-        written = {
-            choose.key_string("gemm", key(*at)): {"config": c, "us": 1.0}
-            for at, c in entries.items()
-        }
-        choose.save_entries("gemm", "NVIDIA H200", written, choose.metadata("gemm"))
-        assert choose.choose("gemm", key(16, 3584)) == ring
-        assert choose.choose("gemm", key(32, 3584)) == tile
-        assert choose.choose("gemm", key(32, 1024)) == tile
-        assert choose.misses() == {}
-        assert choose.choose("gemm", key(32, 512)) == heuristic(32, 37888, 512, "fp8")
-        assert choose.choose("gemm", key(8, 512)) == heuristic(8, 37888, 512, "fp8")
-        assert len(choose.misses()) == 2
-    finally:
-        choose.set_target("NVIDIA H200", 132)
-
-
-def test_entries_from_before_the_ring_load_unchanged() -> None:
-    from engine.kernels.gemm import GemmConfig
-    from engine.tune import choose
-
-    old = dict(
-        kernel="async", block_t=16, block_n=64, block_k=128, warps=4, stages=4, swap=True,
-        split_k=2, group=8, tma=True, promote=False,
-    )  # fmt: skip
-    assert GemmConfig(**old) == GemmConfig("async", 16, 64, 128, 4, 4, swap=True, split_k=2)
-    choose.set_target("NVIDIA H200", 132)
-    assert choose.stale("gemm") is None and choose.stale("gemv") is None
 
 
 @pytest.mark.parametrize(
