@@ -44,7 +44,9 @@ class Pool:
         dtype = FP8 if fp8 else torch.bfloat16
         self.flat = torch.empty(2, elements, dtype=dtype, device=DEVICE)
         for part in self.flat.view(-1).split(1 << 27):
-            part.copy_(torch.randn(part.shape, device=DEVICE).mul_(128 if fp8 else 1))  # 3.5 sigma
+            values = torch.randn(part.shape, device=DEVICE)
+            # What is beyond e4m3's 448 would become NaN.
+            part.copy_(values.mul_(128).clamp_(-448, 448) if fp8 else values)
         # As many as heads of 16 elements would have.
         self.scales = (
             torch.rand(2, elements // 16, device=DEVICE).add_(0.5).div_(128) if fp8 else None
