@@ -86,7 +86,8 @@ class Run:
         choose.set_target(properties.name, self.sm_count)
         self.out = Path(os.environ.get("OUT", "out"))
         self.cache = self.out / "autotune_cache" / choose.gpu_slug(properties.name)
-        self.rows, self.table = Rows("attention"), []
+        self.rows = Rows("attention")
+        self.table: list[str] = []
         self.bandwidth = copy_bandwidth(torch.device("cuda", 0))
         print(f"copy bandwidth {self.bandwidth / 1e12:.2f} TB/s")
         self.shapes = []

@@ -22,11 +22,10 @@ from pathlib import Path
 import torch
 
 from bench.deployment import linear_shapes, need_gpu, shapes
-from bench.gemm_workers import Variant, check_all, tolerance
+from bench.gemm_workers import Variant, check_all, epilogue, tolerance
 from bench.rows import Rows
 from bench.timing import graph_us
 from engine.kernels import gemm as op
-from engine.kernels.epilogue import Residual, SiluMul, Store
 from engine.kernels.quantize_rows import quantize_rows_ref
 from engine.kernels.silu import silu_mul_ref
 from engine.tune import cache_file, choose, gemm_space
@@ -121,11 +120,7 @@ class Problem:
         self.out = torch.empty(
             t, n // 2 if case.epilogue == "SiluMul" else n, dtype=torch.bfloat16, device=device
         )
-        self.epilogue = {
-            "Store": Store(self.out),
-            "Residual": Residual(self.residual, self.out),
-            "SiluMul": SiluMul(self.out),
-        }[case.epilogue]
+        self.epilogue = epilogue(case.epilogue, self.residual, self.out)
         y = self.x.float() @ self.w[0].float().t()
         y = y if self.x_scale is None else y * self.x_scale[:, None]
         y = y if self.scale is None else y * self.scale
@@ -169,7 +164,7 @@ def library_us(problem: Problem) -> dict[str, float]:
     times = {
         "cublas": walk_us(lambda w: torch.mm(wide, w.t(), out=out), weights, case.roof_us, 1e9)
     }
-    if case.fp8:
+    if problem.scale is not None:
         x8 = x.to(torch.float8_e4m3fn)
         rows, columns = torch.ones(case.t, 1, device=x.device), problem.scale.view(1, -1)
         if problem.x_scale is not None:

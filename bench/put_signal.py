@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -101,7 +102,7 @@ class Pair:
 
     def capture(self, body: Callable[[int, int], None], calls: int) -> list[torch.cuda.CUDAGraph]:
         return [
-            capture(stream, lambda end=end: body(end, calls), *self.channels)  # type: ignore[misc]
+            capture(stream, partial(body, end, calls), *self.channels)
             for end, stream in enumerate(self.streams)
         ]
 

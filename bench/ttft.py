@@ -14,7 +14,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ def measure(
     return points
 
 
-def draw(curves: dict[str, Sequence[tuple[int, float, float]]], path: str) -> None:
+def draw(curves: Mapping[str, Sequence[tuple[int, float, float]]], path: str) -> None:
     """PNG: TTFT and floor over the prompt length, log-log."""
     plt = pyplot("--png")
     figure, axis = plt.subplots(figsize=(8, 5))
