@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from bench.deployment import numbers
 from bench.rows import Rows
 from engine.checkpoint.index import INDEX, open_checkpoint
 from engine.checkpoint.load import LoadProgress, load_ranks, load_threads
@@ -125,7 +126,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", choices=("fp8", "bf16"), default="fp8", help="of a new folder")
     parser.add_argument("--shard-gb", type=float, default=2.4)
     parser.add_argument("--threads", type=int, help="default: what the loader takes")
-    parser.add_argument("--chunks", help="MB of a transfer, comma-separated, to try too")
+    parser.add_argument(
+        "--chunks", type=numbers, default=[], help="MB of a transfer, comma-separated, to try too"
+    )
     parser.add_argument("--drop-caches", action="store_true", help="measure the disk")
     options = parser.parse_args(argv)
     config = preset(options.model)
@@ -136,12 +139,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         raise EngineError(f"--threads {options.threads} is not 1 or more")
     if not options.shard_gb > 0:
         raise EngineError(f"--shard-gb {options.shard_gb} is not above 0")
-    try:
-        options.chunks = [int(item) for item in (options.chunks or "").split(",") if item]
-    except ValueError:
-        options.chunks = [0]
-    if options.chunks and min(options.chunks) < 1:
-        raise EngineError("--chunks: MB of a transfer, comma-separated, such as 4,16")
     if options.dir.exists() and not options.dir.is_dir():
         raise EngineError(f"--dir {options.dir} is not a folder")
     return options

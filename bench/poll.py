@@ -23,7 +23,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,10 +33,11 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.deployment import need_gpu, shapes
+from bench.deployment import choices, numbers, script, shapes
 from bench.gemv_workers import Problem, Weight, short, weights
 from bench.rows import Rows
 from engine.config import preset
+from engine.console import Parser
 from engine.kernels.all_reduce import poll_residual
 from engine.kernels.epilogue import GemvEpilogue, Push, Residual
 from engine.kernels.gemv import GemvConfig, Options, gemv, heuristic, plan_gemv
@@ -319,24 +320,32 @@ def measure(rows: Rows, model: str, tp: int, fp8: bool, count: int, sm_count: in
             )
 
 
-def main() -> None:
-    """Shards as MODEL/TP; one that fails is reported and the rest goes on."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment; 1 if a shard failed."""
+    parser = Parser(prog="python -m bench.poll", description=__doc__)
     parser.add_argument(
         "--models", type=shapes, default="qwen2.5-72b/2,qwen2.5-7b/2,qwen2.5-72b/4,qwen2.5-72b/8"
     )
-    parser.add_argument("--dtypes", default="fp8,bf16")
-    parser.add_argument("--rows", default="1")
+    parser.add_argument(
+        "--dtypes",
+        type=choices("fp8", "bf16"),
+        default="fp8,bf16",
+        help="of the weights, comma-separated: fp8, bf16",
+    )
+    parser.add_argument("--rows", type=numbers, default="1", help="of decode, comma-separated")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds")
-    args = parser.parse_args()
-    need_gpu("poll")
+    return script(parser, measure_all, argv)
+
+
+def measure_all(args: argparse.Namespace) -> int:
+    """Every shard; one that fails is reported and the rest goes on. The exit code."""
     begin = time.perf_counter()
     properties = torch.cuda.get_device_properties(0)
     choose.set_target(properties.name, properties.multi_processor_count)
     rows, failed = Rows("poll"), 0
     print(f"us a layer; GEMVs poll by themselves up to {MOST_BYTES >> 10} KB of messages")
-    for count in args.rows.split(","):
-        for dtype in args.dtypes.split(","):
+    for count in args.rows:
+        for dtype in args.dtypes:
             for model, tp in args.models:
                 item = f"{model}/{tp}"
                 if args.time_limit - (time.perf_counter() - begin) < 12:
@@ -348,7 +357,7 @@ def main() -> None:
                         model,
                         tp,
                         dtype == "fp8",
-                        int(count),
+                        count,
                         properties.multi_processor_count,
                     )
                 except Exception as e:
@@ -358,7 +367,7 @@ def main() -> None:
                         flush=True,
                     )
                     if "CUDA error" in str(e):
-                        sys.exit(1)
+                        return 1
                 torch.cuda.empty_cache()
     print(
         json.dumps(
@@ -369,8 +378,8 @@ def main() -> None:
             }
         )
     )
-    sys.exit(failed > 0)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
