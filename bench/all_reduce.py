@@ -36,8 +36,9 @@ from bench.all_reduce_forms import FORMS, TIMED_FORMS
 from bench.all_reduce_group import Group
 from bench.all_reduce_latency import CALLS, SIZES, floor_us, latency, latency_table, link_rate
 from bench.all_reduce_two_shot import sweep
-from bench.deployment import need_gpu
+from bench.deployment import choices, script
 from bench.rows import Rows
+from engine.console import Parser
 from engine.kernels.all_reduce import AllReduceConfig
 from engine.runtime.links import describe, probe_links
 from engine.tune import choose
@@ -267,29 +268,28 @@ def baselines(bench: Bench, seconds: float) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog="engine bench allreduce --predict needs no GPU"
-    )
+    """Exit code: see bench.deployment; 1 if a check failed."""
+    parser = Parser(
+        prog="python -m bench.all_reduce", description=__doc__,
+        epilog="engine bench allreduce --predict needs no GPU",
+    )  # fmt: skip
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds (default 120)")
     parser.add_argument("--calls", type=int, default=100_000, help="checked all-reduces")
     parser.add_argument("--baselines", action="store_true", help="also NCCL and torch symm_mem")
     every = ",".join(name for name in SECTIONS if name not in ONLY_NAMED)
     parser.add_argument(
         "--sections",
+        type=choices(*SECTIONS),
         default=every,
         help=f"of {', '.join(SECTIONS)}, comma-separated (default: {every})",
     )
     parser.add_argument("--virtual", action="store_true", help="the section virtual alone")
-    options = parser.parse_args(argv)
-    sections = ["virtual"] if options.virtual else options.sections.split(",")
-    unknown = [name for name in sections if name not in SECTIONS]
-    if unknown:
-        print(
-            f"error: --sections: no section {unknown[0]!r}; there are {', '.join(SECTIONS)}",
-            file=sys.stderr,
-        )
-        return 2
-    need_gpu("all_reduce")
+    return script(parser, measure_all, argv)
+
+
+def measure_all(options: argparse.Namespace) -> int:
+    """Every section that was asked for; the exit code."""
+    sections = ["virtual"] if options.virtual else options.sections
     matrix = probe_links()  # reaches every peer
     bench = Bench(options.time_limit)
     bench.say(describe(matrix))

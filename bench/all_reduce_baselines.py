@@ -65,7 +65,9 @@ def main(rank: int, folder: str, world: int, sizes: list[int]) -> None:
     try:
         import torch.distributed._symmetric_memory as symmetric
 
-        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        everyone = dist.group.WORLD
+        assert everyone is not None  # since init_process_group
+        group = everyone.group_name
         ops = torch.ops.symm_mem
         here = torch.device("cuda", rank)
         shared = symmetric.empty(max(sizes) // 2, dtype=torch.bfloat16, device=here)

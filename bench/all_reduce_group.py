@@ -75,6 +75,13 @@ class Member:
     table: torch.Tensor | None = None  # of all ranks' buffers; two-shot has `end`
     end: TwoShotRank | None = None
 
+    @property
+    def peers(self) -> torch.Tensor:
+        """`table`. ValueError for a rank of two-shot."""
+        if self.table is None:
+            raise ValueError(f"rank {self.rank} has no table of the ranks' buffers")
+        return self.table
+
 
 @functools.lru_cache(maxsize=4)
 def _inputs(world: int, n: int) -> list[torch.Tensor]:
@@ -193,15 +200,15 @@ class Group:
         if self.how.algorithm == "two_shot":
             self._two_shot(m, phase, x, held, out, call)
         elif self.how.algorithm == "flag":
-            flag_all_reduce(x, m.table, held, out, self.status, self.space, phase=phase, **wait)
+            flag_all_reduce(x, m.peers, held, out, self.status, self.space, phase=phase, **wait)
         else:
             slots = self.space.slot_offset(call), self.space.clear_offset(call)
             if phase == "push":
-                push(x, m.table, slots[0], **common)
+                push(x, m.peers, slots[0], **common)
             elif phase == "poll":
                 poll_residual(m.buffer, *slots, held, out, self.status, **wait)
             else:
-                all_reduce(x, m.buffer, m.table, *slots, held, out, self.status, **wait)
+                all_reduce(x, m.buffer, m.peers, *slots, held, out, self.status, **wait)
 
     def _two_shot(
         self, m: Member, phase: str, x: torch.Tensor, held: torch.Tensor | None, h: torch.Tensor,

@@ -24,14 +24,16 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bench.all_reduce_forms import FORMS
 from bench.all_reduce_group import Group
-from bench.deployment import need_gpu
+from bench.deployment import choices, script
 from bench.rows import Rows
+from engine.console import Parser
 from engine.kernels.all_reduce import AllReduceConfig
 from engine.runtime.links import probe_links
 
@@ -162,33 +164,36 @@ def report(rows: Rows, group: Group, ranks_a_device: int, outcome: Outcome) -> s
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def virtual_worlds(text: str) -> list[int]:
+    """Of --worlds; "" is none."""
+    return [int(world) for world in choices("2", "4", "8")(text)] if text else []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment; 1 if a check failed."""
+    parser = Parser(prog="python -m bench.all_reduce_soak", description=__doc__)
     parser.add_argument("--calls", type=int, default=1_000_000, help="of each deployment")
     parser.add_argument("--time-limit", type=float, default=240.0, help="seconds in all")
     parser.add_argument(
-        "--forms", default=",".join(SOAKED),
+        "--forms", type=choices(*SOAKED), default=",".join(SOAKED),
         help="comma-separated; the first does --calls, the others a tenth",
     )  # fmt: skip
     parser.add_argument(
-        "--worlds", default="2,4,8", help="virtual ranks on one device; empty: none"
-    )
-    options = parser.parse_args()
-    forms = options.forms.split(",")
-    if unknown := [f for f in forms if f not in SOAKED]:
-        parser.error(f"--forms {unknown[0]}: choose from {', '.join(SOAKED)}")
-    virtual = options.worlds.split(",") if options.worlds else []
-    if unknown := [w for w in virtual if w not in ("2", "4", "8")]:
-        parser.error(f"--worlds {unknown[0]}: 2, 4 and 8 virtual ranks, comma-separated, or empty")
-    need_gpu("all_reduce_soak")
+        "--worlds", type=virtual_worlds, default="2,4,8",
+        help="virtual ranks on one device; empty: none",
+    )  # fmt: skip
+    return script(parser, soak_all, argv)
+
+
+def soak_all(options: argparse.Namespace) -> int:
+    """Every form on every deployment; the exit code."""
+    forms = options.forms
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     if len(devices) > 1:
         probe_links()  # reaches every peer
     deployments = [devices[:8]] if len(devices) > 1 else []
     worlds = [len(d) for d in deployments]
-    for ranks in map(int, virtual):
+    for ranks in options.worlds:
         deployments.append(devices[:1])
         worlds.append(ranks)
     rows, failed = Rows("all_reduce_soak"), False

@@ -16,16 +16,18 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from bench.deployment import need_gpu
+from bench.deployment import numbers, script
 from bench.rows import Rows
 from bench.timing import graph_us
 from engine.config import preset
+from engine.console import Parser
 from engine.kernels.argmax import argmax_finish, argmax_partial, argmax_programs
 from engine.kernels.epilogue import Maxima, Store
 from engine.kernels.gemv import GemvConfig, gemv, gemv_programs, heuristic
@@ -165,19 +167,23 @@ def heads(model: str, tp: int, rows: list[int]) -> list[Head]:
     return made
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment; 1 if tokens differ."""
+    parser = Parser(prog="python -m bench.argmax", description=__doc__)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds")
-    parser.add_argument("--rows", default="1,8")
-    args = parser.parse_args()
-    need_gpu("argmax")
+    parser.add_argument("--rows", type=numbers, default="1,8", help="of decode, comma-separated")
+    return script(parser, measure_all, argv)
+
+
+def measure_all(args: argparse.Namespace) -> int:
+    """Every shape; the exit code."""
     deadline = time.perf_counter() + args.time_limit
     rows, bad = Rows("argmax"), 0
     print(
         "model/tp dtype rows programs | tokens that differ | apart us, fused us, saved", flush=True
     )
     for model, tp in SHAPES:
-        for head in heads(model, tp, [int(count) for count in args.rows.split(",")]):
+        for head in heads(model, tp, args.rows):
             if time.perf_counter() > deadline - 2:
                 print("time limit: the rest is left out")
                 return int(bad > 0)

@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,9 +30,10 @@ from torch.nn.attention import SDPBackend
 
 from bench.attention_timing import DecodePoint, Pool, PrefillPoint
 from bench.attention_workers import Shape, Variant, check_all
-from bench.deployment import need_gpu, shapes
+from bench.deployment import numbers, script, shapes
 from bench.rows import Rows
 from engine.config import preset
+from engine.console import Parser
 from engine.kernels import decode_attention as decode
 from engine.kernels import prefill_attention as prefill
 from engine.runtime.bandwidth import copy_bandwidth
@@ -86,7 +87,8 @@ class Run:
         choose.set_target(properties.name, self.sm_count)
         self.out = Path(os.environ.get("OUT", "out"))
         self.cache = self.out / "autotune_cache" / choose.gpu_slug(properties.name)
-        self.rows, self.table = Rows("attention"), []
+        self.rows = Rows("attention")
+        self.table: list[str] = []
         self.bandwidth = copy_bandwidth(torch.device("cuda", 0))
         print(f"copy bandwidth {self.bandwidth / 1e12:.2f} TB/s")
         self.shapes = []
@@ -96,7 +98,7 @@ class Run:
             self.shapes.append(Shape(name, tp, *heads, fp8_kv=args.kv_cache_dtype == "fp8"))
         self.points: dict[Shape, list[DecodePoint]] = {shape: [] for shape in self.shapes}
         self.choices: dict[str, str] = {}
-        self.contexts = [int(x) for x in args.contexts.split(",")]
+        self.contexts: list[int] = args.contexts
 
     def named(self, phase: str) -> str:
         """What the tables call a row."""
@@ -266,21 +268,31 @@ class Run:
             cache_file.save(path, entries, choose.metadata(op), replace=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment."""
+    parser = Parser(prog="python -m bench.attention", description=__doc__)
     parser.add_argument("--models", type=shapes, default="qwen2.5-72b/8,qwen2.5-72b/2,qwen2.5-7b/1")
-    parser.add_argument("--contexts", default="512,2048,8192,32768,131072")
+    parser.add_argument(
+        "--contexts",
+        type=numbers,
+        default="512,2048,8192,32768,131072",
+        help="of decode, comma-separated",
+    )
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
-    parser.add_argument("--rows", default="1,8")
-    parser.add_argument("--tokens", default="512,2048,8192,128")
+    parser.add_argument("--rows", type=numbers, default="1,8", help="of decode, comma-separated")
+    parser.add_argument(
+        "--tokens", type=numbers, default="512,2048,8192,128", help="of prefill, comma-separated"
+    )
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
-    args = parser.parse_args()
-    need_gpu("attention")
+    return script(parser, measure_all, argv)
+
+
+def measure_all(args: argparse.Namespace) -> int:
+    """Check every config, time every point; the exit code."""
     run = Run(args)
     run.check()
-    rows_list = [int(x) for x in args.rows.split(",")]
-    tokens = [int(x) for x in args.tokens.split(",")]
+    rows_list, tokens = args.rows, args.tokens
     longest = max(2 * max(run.contexts) * max(rows_list), 4 * max(8192, *tokens))
     width = max(s.num_kv_heads * s.head_dim for s in run.shapes)
     pool = Pool(width * longest, fp8=args.kv_cache_dtype == "fp8")
@@ -294,6 +306,7 @@ def main() -> None:
     print("\n".join(run.table))
     print("\n".join(f"{name}: {text}" for name, text in run.choices.items()))
     print(json.dumps({"seconds": round(time.perf_counter() - run.begin, 1)}))
+    return 0
 
 
 if __name__ == "__main__":

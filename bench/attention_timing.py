@@ -89,7 +89,7 @@ class DecodePoint:
         self.want = decode.decode_attention_ref(
             self.q[:1], k, v, self.positions, self.row_slots[:1], scales=scales, **shape.kwargs
         )
-        self.touch_us = graph_us(lambda: [self.touch() for _ in self.layers], len(self.layers))  # type: ignore[func-returns-value]
+        self.touch_us = graph_us(self._touches, len(self.layers))
         self.us: dict[DecodeAttentionConfig, float] = {}
 
     @property
@@ -101,6 +101,10 @@ class DecodePoint:
         touch_kernel[(triton.cdiv(size, 1024),)](
             self.source, self.q, SIZE=size, BLOCK=1024, launch_pdl=True
         )
+
+    def _touches(self) -> None:
+        for _ in self.layers:
+            self.touch()
 
     def attend(
         self, layer: int, config: DecodeAttentionConfig, space, pdl: bool, prefetch: bool

@@ -1,4 +1,5 @@
-"""Deployments as the scripts here are given them: MODEL:QUANTIZATION:TP[:SHARD_OF], dummy weights."""
+"""What the scripts here are given, and how they end: deployments as MODEL:QUANTIZATION:TP[:SHARD_OF] (dummy weights),
+argparse types of comma-separated lists, exit codes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from engine.config import EngineConfig, preset
-from engine.console import Parser, run, say
+from engine.console import Parser, run
 from engine.errors import EngineError
 
 FORM = "MODEL:QUANTIZATION:TP[:SHARD_OF], such as qwen2.5-7b:none:1 or qwen2.5-72b:fp8:2:8"
@@ -28,12 +29,13 @@ def script(
     options: Parser, body: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None,
     check: Callable[[argparse.Namespace], object] = lambda args: None,
 ) -> int:  # fmt: skip
-    """Exit code of `body`, as engine.console has them. First of all, before any GPU work, every deployment is parsed,
-    `check` raises EngineError for other arguments that cannot work, and a CUDA device is asked for: else 2."""
+    """Exit code of `body`, as engine.console has them. First of all, before any GPU work, every deployment (where
+    `options` is a `parser`) is parsed, `check` raises EngineError for other arguments that cannot work, and a CUDA device
+    is asked for: else 2."""
 
     def checked() -> int:
         args = options.parse_args(argv)
-        for text in args.deployments:
+        for text in vars(args).get("deployments", ()):
             _fits(text)
         check(args)
         import torch
@@ -43,15 +45,6 @@ def script(
         return body(args)
 
     return run(checked)
-
-
-def need_gpu(name: str) -> None:
-    """Without a CUDA device bench/NAME.py, which is no `script`, ends: a line on stderr and exit code 2."""
-    import torch
-
-    if not torch.cuda.is_available():
-        say(f"error: {NO_GPU.format(name)}")
-        raise SystemExit(2)
 
 
 def each(deployments: Iterable[str], measure: Callable[[str], object]) -> int:
@@ -122,6 +115,34 @@ def shapes(text: str) -> list[tuple[str, int]]:
             raise argparse.ArgumentTypeError(f"{item!r}: {e}") from None
         found.append((name, int(degree)))
     return found
+
+
+def numbers(text: str) -> list[int]:
+    """[1, 8] of "1,8": an argparse type of whole numbers above 0, which names what is wrong."""
+    found = []
+    for item in text.split(","):
+        try:
+            found.append(int(item))
+        except ValueError:
+            found.append(0)
+        if found[-1] < 1:
+            raise argparse.ArgumentTypeError(
+                f"{item!r} is not a whole number above 0; the form is N[,N...], such as 1,8"
+            )
+    return found
+
+
+def choices(*known: str) -> Callable[[str], list[str]]:
+    """An argparse type of lists such as "fp8,bf16" with items of `known`, which names one that is not."""
+
+    def parsed(text: str) -> list[str]:
+        found = text.split(",")
+        for item in found:
+            if item not in known:
+                raise argparse.ArgumentTypeError(f"{item!r} is not one of {', '.join(known)}")
+        return found
+
+    return parsed
 
 
 def linear_shapes(name: str, tp: int) -> dict[str, tuple[int, int]]:

@@ -16,17 +16,18 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from bench.deployment import linear_shapes, need_gpu, shapes
-from bench.gemm_workers import Variant, check_all, tolerance
+from bench.deployment import choices, linear_shapes, numbers, script, shapes
+from bench.gemm_workers import Variant, check_all, epilogue, tolerance
 from bench.rows import Rows
 from bench.timing import graph_us
+from engine.console import Parser
 from engine.kernels import gemm as op
-from engine.kernels.epilogue import Residual, SiluMul, Store
 from engine.kernels.quantize_rows import quantize_rows_ref
 from engine.kernels.silu import silu_mul_ref
 from engine.tune import cache_file, choose, gemm_space
@@ -121,11 +122,7 @@ class Problem:
         self.out = torch.empty(
             t, n // 2 if case.epilogue == "SiluMul" else n, dtype=torch.bfloat16, device=device
         )
-        self.epilogue = {
-            "Store": Store(self.out),
-            "Residual": Residual(self.residual, self.out),
-            "SiluMul": SiluMul(self.out),
-        }[case.epilogue]
+        self.epilogue = epilogue(case.epilogue, self.residual, self.out)
         y = self.x.float() @ self.w[0].float().t()
         y = y if self.x_scale is None else y * self.x_scale[:, None]
         y = y if self.scale is None else y * self.scale
@@ -169,7 +166,7 @@ def library_us(problem: Problem) -> dict[str, float]:
     times = {
         "cublas": walk_us(lambda w: torch.mm(wide, w.t(), out=out), weights, case.roof_us, 1e9)
     }
-    if case.fp8:
+    if problem.scale is not None:
         x8 = x.to(torch.float8_e4m3fn)
         rows, columns = torch.ones(case.t, 1, device=x.device), problem.scale.view(1, -1)
         if problem.x_scale is not None:
@@ -282,21 +279,32 @@ def variant(case: Case, config: op.GemmConfig) -> Variant:
     return Variant(config, case.fp8, case.epilogue, case.layer == "qkv")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment."""
+    parser = Parser(prog="python -m bench.gemm", description=__doc__)
     parser.add_argument("--models", type=shapes, default="qwen2.5-72b/2,qwen2.5-7b/1,qwen2.5-72b/8")
-    parser.add_argument("--tokens", default="512,64,2048,16")
-    parser.add_argument("--dtypes", default="bf16,fp8,w8a8")
+    parser.add_argument(
+        "--tokens", type=numbers, default="512,64,2048,16", help="of prefill, comma-separated"
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=choices("bf16", "fp8", op.W8A8),
+        default="bf16,fp8,w8a8",
+        help="of the weights, comma-separated: bf16, fp8, w8a8",
+    )
     parser.add_argument("--time-limit", type=float, default=150.0, help="seconds")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
-    args = parser.parse_args()
-    need_gpu("gemm")
+    return script(parser, measure_all, argv)
+
+
+def measure_all(args: argparse.Namespace) -> int:
+    """Check every variant, time every case; the exit code."""
     begin = time.perf_counter()
     device = "cuda"
     properties = torch.cuda.get_device_properties(0)
     choose.set_target(properties.name, properties.multi_processor_count)
     torch.backends.cuda.matmul.allow_tf32 = False
-    work = cases(args.models, [int(t) for t in args.tokens.split(",")], args.dtypes.split(","))
+    work = cases(args.models, args.tokens, args.dtypes)
     variants: dict[Variant, None] = {}
     for case in work:
         found = gemm_space.candidates(
@@ -330,6 +338,7 @@ def main() -> None:
             entries[choose.key_string("gemm", case.key)] = entry
             cache_file.save(cache, entries, choose.metadata("gemm"), replace=True)
     print(json.dumps({"cases": len(entries), "seconds": round(time.perf_counter() - begin, 1)}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 from bench.workers import run_workers, serve
 from engine.kernels import gemm as op
-from engine.kernels.epilogue import Residual, SiluMul, Store
+from engine.kernels.epilogue import GemmEpilogue, Residual, SiluMul, Store
 from engine.kernels.silu import silu_mul_ref
 
 
@@ -33,6 +33,14 @@ def tolerance(config: op.GemmConfig, epilogue: str, k: int) -> float:
     if config.kernel == op.W8A8:
         return 2.5e-3 + k / 32 * 2.0**-14
     return 5e-3 if config.kernel == "cublas" and epilogue == "SiluMul" else 2.5e-3
+
+
+def epilogue(name: str, residual: torch.Tensor, out: torch.Tensor) -> GemmEpilogue:
+    """Store, Residual or SiluMul into `out`."""
+    made: dict[str, GemmEpilogue] = {
+        "Store": Store(out), "Residual": Residual(residual, out), "SiluMul": SiluMul(out),
+    }  # fmt: skip
+    return made[name]
 
 
 def check(variant: Variant, device: str) -> float:
@@ -66,12 +74,9 @@ def check(variant: Variant, device: str) -> float:
     workspace = op.workspace(sizes, torch.bfloat16, device)
     for _ in range(2):
         out = torch.full(want.shape, float("nan"), dtype=torch.bfloat16, device=device)
-        epilogue = {
-            "Store": Store(out), "Residual": Residual(residual, out), "SiluMul": SiluMul(out),
-        }[variant.epilogue]  # fmt: skip
         op.gemm(
-            x, w, epilogue, scale=scale, bias=bias, x_scale=x_scale, config=variant.config,
-            workspace=workspace,
+            x, w, epilogue(variant.epilogue, residual, out), scale=scale, bias=bias,
+            x_scale=x_scale, config=variant.config, workspace=workspace,
         )  # fmt: skip
         results.append(out)
     torch.cuda.synchronize()

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,10 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.deployment import need_gpu, shapes
+from bench.deployment import choices, script, shapes
 from bench.gemv_workers import Problem, Weight, check_all, short, weights
 from bench.rows import Rows
 from bench.timing import graph_us
+from engine.console import Parser
 from engine.kernels.gemv import GemvConfig, heuristic
 from engine.kernels.gemv_config import deepest_ring
 from engine.kernels.sync import gdc_launch_dependents, gdc_wait
@@ -192,15 +194,24 @@ def entry(timings: list[Timing], many: Timing | None) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment."""
+    parser = Parser(prog="python -m bench.gemv", description=__doc__)
     parser.add_argument("--models", type=shapes, default="qwen2.5-72b/2,qwen2.5-72b/8,qwen2.5-7b/1")
-    parser.add_argument("--dtypes", default="fp8,bf16")
+    parser.add_argument(
+        "--dtypes",
+        type=choices("fp8", "bf16"),
+        default="fp8,bf16",
+        help="of the weights, comma-separated: fp8, bf16",
+    )
     parser.add_argument("--time-limit", type=float, default=140.0, help="seconds")
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--all", action="store_true", help="print every config's time")
-    args = parser.parse_args()
-    need_gpu("gemv")
+    return script(parser, measure_all, argv)
+
+
+def measure_all(args: argparse.Namespace) -> int:
+    """Every weight with one row, then the best configs with eight; the exit code."""
     begin = time.perf_counter()
 
     def left() -> float:
@@ -209,7 +220,7 @@ def main() -> None:
     properties = torch.cuda.get_device_properties(0)
     sm_count = properties.multi_processor_count
     choose.set_target(properties.name, sm_count)
-    work = weights(args.models, args.dtypes.split(","))
+    work = weights(args.models, args.dtypes)
     tasks = [task(w, c, 1) for w in work for c in shortlist(w, sm_count)]
     good = check_all(tasks, args.processes, 0.5 * args.time_limit)
     right: dict[Weight, list[GemvConfig]] = {w: [] for w in work}
@@ -248,7 +259,7 @@ def main() -> None:
         save(weight)
     winners = [task(w, found[w][0].config, 8) for w in found]
     if left() < 10 or not winners:
-        return
+        return 0
     good = check_all(winners, args.processes, 0.7 * left())
     print("8 rows with the best config (same bits as 1 row): alone us, share of copy, pair us")
     for i in sorted(good):
@@ -264,6 +275,7 @@ def main() -> None:
             record(rows, weight, t, 8, copy)
             save(weight, t)
     print(json.dumps({"weights": len(found), "seconds": round(time.perf_counter() - begin, 1)}))
+    return 0
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import torch
 from bench.deployment import linear_shapes
 from bench.workers import run_workers, serve
 from engine.config import preset
-from engine.kernels.epilogue import Epilogue, Push, Residual, RopeAppend, SiluMul, Store
-from engine.kernels.gemv import GemvConfig, gemv, gemv_ref
+from engine.kernels.epilogue import GemvEpilogue, Push, Residual, RopeAppend, SiluMul, Store
+from engine.kernels.gemv import GemvConfig, Linear, gemv, gemv_ref
 
 MAX_LEN = 256  # of the KV cache behind the RoPE epilogue
 
@@ -80,7 +80,7 @@ class Problem:
             return torch.randn(*shape, device=device, generator=generator)
 
         self.x = random(8, k).bfloat16()[:rows].contiguous()
-        self.extras = dict(
+        self.extras = Linear(
             scale=(random(n).abs() + 0.5) * 0.02 if weight.fp8 else None,
             bias=random(n).bfloat16() if weight.layer == "qkv" else None,
             norm_weight=(random(k) * 0.1 + 1).bfloat16() if weight.norm else None,
@@ -92,22 +92,22 @@ class Problem:
         self.out: list[torch.Tensor] = []
         self.epilogue = self._epilogue()
 
-    def _epilogue(self) -> Epilogue:
+    def _epilogue(self) -> GemvEpilogue:
         w, rows, device = self.weight, self.rows, self.device
         if w.layer == "qkv":
             shard = preset(w.model).shard(w.tp)
             heads, kv_heads, d = shard.num_heads, shard.num_kv_heads, preset(w.model).head_dim
             angle = torch.arange(MAX_LEN * d, device=device).view(MAX_LEN, d) * 0.37
             cos_sin = torch.where(torch.arange(d, device=device) % 2 == 0, angle.cos(), angle.sin())
-            cache = [
+            k_cache, v_cache = (
                 torch.zeros(8, kv_heads, MAX_LEN, d, dtype=torch.bfloat16, device=device)
                 for _ in range(2)
-            ]
+            )
             q = torch.empty(rows, heads * d, dtype=torch.bfloat16, device=device)
             positions = torch.arange(8, dtype=torch.int32, device=device) * 11 + 3
             slots = torch.arange(rows, dtype=torch.int32, device=device)
-            self.out = [q, *cache]
-            return RopeAppend(q, *cache, cos_sin, positions, slots, heads, kv_heads, d)
+            self.out = [q, k_cache, v_cache]
+            return RopeAppend(q, k_cache, v_cache, cos_sin, positions, slots, heads, kv_heads, d)
         if w.layer == "gate_up":
             self.out = [torch.empty(rows, w.n // 2, dtype=torch.bfloat16, device=device)]
             return SiluMul(self.out[0])

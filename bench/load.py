@@ -2,33 +2,34 @@
 
     python -m bench.load --model qwen2.5-72b --tp 2 --dir /tmp/ckpt [--layers 40] [--format fp8|bf16]
 
-Writes a checkpoint of that shape (arbitrary valid values) if the folder has none, reads its files
-plainly with as many threads as the loader uses, then loads it on all ranks, then plainly again. The
-plain reads: into 8 MB a thread, which stay in the CPU's cache, and into as much memory as the loader's
-buffers, which do not (a loader cannot do better than that one where nothing else is in its way).
-Files that were just written lie in the page cache: the figure is of the loader, not of a disk;
---drop-caches (root) asks the kernel to forget them before each pass. Rows: load_gb_s (share = of
-the faster plain read), load_s, plain_read_gb_s.
+Writes a checkpoint of that shape (arbitrary valid values) if the folder has none, then measures a plain read of its
+files (threads with a buffer of 8 MB each, which stays in the CPU's caches), what the links to the GPUs take from pinned
+memory, the load onto all ranks, and the plain read again. A load can be no faster than the slower of the two: that is what
+its share is of. Files that were just written lie in the page cache: the figure is of the loader, not of a disk;
+--drop-caches (root) asks the kernel to forget them before each pass. Rows: load_gb_s, load_s, plain_read_gb_s,
+link_gb_s.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from bench.deployment import numbers
 from bench.rows import Rows
 from engine.checkpoint.index import INDEX, open_checkpoint
-from engine.checkpoint.load import LoadProgress, load_ranks, load_threads
+from engine.checkpoint.load import LoadProgress, load_ranks
 from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.source import CheckpointSource
 from engine.checkpoint.staging import CHUNK_BYTES
@@ -83,19 +84,19 @@ def write_checkpoint(config: ModelConfig, directory: Path, form: str, shard_byte
     (directory / "config.json").write_text(json.dumps(head))
 
 
-def plain_read(files: list[Path], threads: int, blocks: int = 1) -> float:
-    """Seconds to read every byte of the files with `threads` threads, each into `blocks` blocks in turn."""
+def plain_read(files: list[Path], threads: int) -> float:
+    """Seconds to read every byte of the files with `threads` threads, each into one buffer."""
     local = threading.local()
     jobs = [(f, at) for f in files for at in range(0, f.stat().st_size, BLOCK * 8)]
 
     def read(job: tuple[Path, int]) -> int:
         file, at = job
-        if not hasattr(local, "buffers"):
-            local.buffers = [bytearray(BLOCK) for _ in range(blocks)]
+        if not hasattr(local, "buffer"):
+            local.buffer = bytearray(BLOCK)
         done = 0
         descriptor = os.open(file, os.O_RDONLY)
-        for turn, offset in enumerate(range(at, at + BLOCK * 8, BLOCK)):
-            done += os.preadv(descriptor, [local.buffers[turn % blocks]], offset)
+        for offset in range(at, at + BLOCK * 8, BLOCK):
+            done += os.preadv(descriptor, [local.buffer], offset)
         os.close(descriptor)
         return done
 
@@ -104,6 +105,22 @@ def plain_read(files: list[Path], threads: int, blocks: int = 1) -> float:
         total = sum(pool.map(read, jobs))
     assert total == sum(f.stat().st_size for f in files)
     return time.perf_counter() - begin
+
+
+def link_bytes_s(devices: Iterable[torch.device]) -> float:
+    """Bytes/s from pinned memory to all of the CUDA devices at once."""
+    count, pairs = 32, []
+    for device in devices:
+        source = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+        pairs.append((source, torch.empty_like(source, device=device)))
+    for repeats in (2, count):
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+        for _, target in pairs:
+            torch.cuda.synchronize(target.device)
+    return count * sum(source.nbytes for source, _ in pairs) / (time.perf_counter() - begin)
 
 
 def forget(files: list[Path]) -> None:
@@ -124,24 +141,20 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--format", choices=("fp8", "bf16"), default="fp8", help="of a new folder")
     parser.add_argument("--shard-gb", type=float, default=2.4)
-    parser.add_argument("--threads", type=int, help="default: what the loader takes")
-    parser.add_argument("--chunks", help="MB of a transfer, comma-separated, to try too")
+    parser.add_argument("--threads", type=int, default=16, help="of the plain read")
+    parser.add_argument(
+        "--chunks", type=numbers, default=[], help="MB of a buffer, comma-separated, to try too"
+    )
     parser.add_argument("--drop-caches", action="store_true", help="measure the disk")
     options = parser.parse_args(argv)
     config = preset(options.model)
     config.shard(options.tp)
     if options.layers is not None and not 1 <= options.layers <= config.num_layers:
         raise EngineError(f"--layers {options.layers} is not 1 to {config.num_layers}")
-    if options.threads is not None and options.threads < 1:
+    if options.threads < 1:
         raise EngineError(f"--threads {options.threads} is not 1 or more")
     if not options.shard_gb > 0:
         raise EngineError(f"--shard-gb {options.shard_gb} is not above 0")
-    try:
-        options.chunks = [int(item) for item in (options.chunks or "").split(",") if item]
-    except ValueError:
-        options.chunks = [0]
-    if options.chunks and min(options.chunks) < 1:
-        raise EngineError("--chunks: MB of a transfer, comma-separated, such as 4,16")
     if options.dir.exists() and not options.dir.is_dir():
         raise EngineError(f"--dir {options.dir} is not a folder")
     return options
@@ -187,7 +200,6 @@ def measure(options: argparse.Namespace) -> int:
         r: torch.device(f"cuda:{r % torch.cuda.device_count()}" if cuda else "cpu")
         for r in range(options.tp)
     }
-    threads = options.threads or load_threads(devices.values())
     specs = index.adapt(specs_of(config, options.tp))
     index.check(list(specs.values()))
     if cuda:
@@ -208,39 +220,49 @@ def measure(options: argparse.Namespace) -> int:
         begin = time.perf_counter()
         with LoadProgress(total) as progress:
             load_ranks(
-                specs, source, devices, torch.bfloat16, index.quantization, progress=progress,
-                threads=threads,
-            )  # fmt: skip
+                specs, source, devices, torch.bfloat16, index.quantization, progress=progress
+            )
         return time.perf_counter() - begin
 
-    def plain(blocks: int = 1) -> float:
-        return plain_read(index.files, threads, blocks)
+    def plain() -> float:
+        return plain_read(index.files, options.threads)
 
-    blocks = max(2, 2 * CHUNK_BYTES // BLOCK)
-    first, memory = gb_s(plain), gb_s(lambda: plain(blocks))
+    reads = [gb_s(plain)]
+    link = link_bytes_s(set(devices.values())) / 1e9 if cuda else math.inf
     rate = gb_s(load)
     for megabytes in options.chunks:
         value = gb_s(lambda: load(megabytes << 20))  # noqa: B023
-        print(f"chunks of {megabytes} MB: {value:.2f} GB/s", flush=True)
-    best = max(first, gb_s(plain))
+        print(f"buffers of {megabytes} MB: {value:.2f} GB/s", flush=True)
+    reads.append(gb_s(plain))
+    bounds = {
+        f"plain read, {options.threads} threads": max(reads),
+        f"links of {len(set(devices.values()))} GPU(s)": link,
+    }
+    bound = min(bounds, key=bounds.__getitem__)
     print(
         f"{len(index.files)} files, {index.nbytes / 1e9:.1f} GB: loaded in {index.nbytes / rate / 1e9:.2f} s, "
-        f"{rate:.2f} GB/s; plain read {best:.2f} GB/s with {threads} threads, share {rate / best:.2f}; into {blocks} x "
-        f"{BLOCK >> 20} MB a thread {memory:.2f} GB/s, share {rate / memory:.2f}"
+        f"{rate:.2f} GB/s; "
+        + "; ".join(f"{name} {value:.2f} GB/s" for name, value in bounds.items())
+        + f"; {rate / bounds[bound]:.2f} of the slower"
     )
     if not cuda:
         return 0
     rows, where = Rows("load"), "disk" if options.drop_caches else "page cache"
-    facts = {
-        "model": config.name, "quantization": index.quantization or "none", "tp": options.tp,
-        "algorithm": f"{threads} threads, {where}, {config.num_layers} layers, {len(index.files)} files",
-    }  # fmt: skip
-    baseline = {"name": f"plain read, {threads} threads", "value": round(best, 3)}
-    rows.add("load_gb_s", rate, "GB/s", share=rate / best, baseline=baseline, **facts)
-    rows.add("load_s", index.nbytes / rate / 1e9, "s", **facts)
-    for count, value in ((1, best), (blocks, memory)):
-        what = f"{threads} threads, {count} x {BLOCK >> 20} MB each, {where}"
-        rows.add("plain_read_gb_s", value, "GB/s", **{**facts, "algorithm": what})
+    facts = {"model": config.name, "quantization": index.quantization or "none", "tp": options.tp}
+    what = f"{where}, {config.num_layers} layers, {len(index.files)} files"
+    baseline = {"name": bound, "value": round(bounds[bound], 3)}
+    rows.add(
+        "load_gb_s",
+        rate,
+        "GB/s",
+        share=rate / bounds[bound],
+        baseline=baseline,
+        algorithm=what,
+        **facts,
+    )
+    rows.add("load_s", index.nbytes / rate / 1e9, "s", algorithm=what, **facts)
+    for metric, (name, value) in zip(("plain_read_gb_s", "link_gb_s"), bounds.items()):
+        rows.add(metric, value, "GB/s", algorithm=f"{name}, {where}", **facts)
     return 0
 
 

@@ -20,11 +20,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from bench.deployment import need_gpu
+from bench.deployment import choices, script
 from bench.peer_store_ends import (
     COPY_ENGINE,
     ENGINE_SHAPE,
@@ -37,6 +38,7 @@ from bench.peer_store_ends import (
     variants,
 )
 from bench.rows import Rows
+from engine.console import Parser
 from engine.runtime.links import describe, probe_links
 
 LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way, as the driver says
@@ -193,20 +195,23 @@ class Bench:
             print(f"{kind:28}" + "".join(cells) + "   " + shape_text(point), flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment; 1 if a check failed."""
+    parser = Parser(prog="python -m bench.peer_store", description=__doc__)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated")
-    options = parser.parse_args()
-    unknown = set(options.kinds.split(",")) - set(KINDS)
-    if unknown:
-        parser.error(f"--kinds {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
-    need_gpu("peer_store")
+    parser.add_argument(
+        "--kinds", type=choices(*KINDS), default=",".join(KINDS), help="comma-separated"
+    )
+    return script(parser, measure_all, argv)
+
+
+def measure_all(options: argparse.Namespace) -> int:
+    """Exchanges, the sweep, the best at every size; the exit code."""
     print(describe(probe_links()))
     bench = Bench(options.time_limit)
     if bench.loopback:
         print("one GPU: loopback in its own memory; no link is in these figures")
-    good = bench.sound(options.kinds.split(","))
+    good = bench.sound(options.kinds)
     exchange = bench.exchanges()
     sweep = bench.sweep(good)
     bench.sizes(best(sweep, 2))

@@ -89,7 +89,7 @@ def transfer_kernel(
             w0, w1, w2, w3 = _load16(
                 source + chunk.to(tl.int64) * 16, chunk, salt, chunk < chunks, LOAD
             )
-            words += (w0, w1, w2, w3)  # type: ignore[assignment]
+            words += (w0, w1, w2, w3)  # type: ignore[assignment]  # Triton unrolls: a tuple may grow
         for d in tl.static_range(DEPTH):
             chunk = (tile * DEPTH + d) * LANES + lanes
             at = chunk.to(tl.int64) * 16

@@ -23,22 +23,24 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Unpack
 
 import torch
 import triton
 import triton.language as tl
 
-from bench.deployment import need_gpu, shapes
+from bench.deployment import choices, numbers, script, shapes
 from bench.gemv_workers import Problem, Weight, short, weights
 from bench.rows import Rows
 from engine.config import preset
+from engine.console import Parser
 from engine.kernels.all_reduce import poll_residual
-from engine.kernels.epilogue import Epilogue, Push, Residual
-from engine.kernels.gemv import GemvConfig, gemv, heuristic, plan_gemv
+from engine.kernels.epilogue import GemvEpilogue, Push, Residual
+from engine.kernels.gemv import GemvConfig, Options, gemv, heuristic, plan_gemv
 from engine.kernels.gemv_config import deepest_ring
 from engine.kernels.gemv_poll import MOST_BYTES, Poll
 from engine.kernels.slots import LamportWorkspace, lamport_slots
@@ -80,11 +82,37 @@ def courier_kernel(
         push16(messages + r * BYTES + at, w[0], w[1], w[2], w[3], live)
 
 
-def courier(messages: int, status: torch.Tensor, site: int, nbytes: int, world: int) -> None:
-    """Launch it for the slot at address `messages`."""
-    courier_kernel[(triton.cdiv(nbytes // 16, PIECE),)](
-        messages, status.data_ptr(), DEFAULT_LIMIT_US, site, BYTES=nbytes, WORLD=world, NS=LATE_NS, PIECE=PIECE
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Courier:
+    """Its launch for the slot at address `messages`."""
+
+    messages: int
+    status: torch.Tensor
+    site: int
+    nbytes: int
+    world: int
+
+    def __call__(self) -> None:
+        courier_kernel[(triton.cdiv(self.nbytes // 16, PIECE),)](
+            self.messages, self.status.data_ptr(), DEFAULT_LIMIT_US, self.site, BYTES=self.nbytes,
+            WORLD=self.world, NS=LATE_NS, PIECE=PIECE,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Product:
+    """The launch of a GEMV."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    epilogue: GemvEpilogue
+    options: Options
+
+    def __call__(self) -> None:
+        gemv(self.x, self.w, self.epilogue, **self.options)
+
+
+Line = list[Callable[[], None]]  # launches, in order: Product, Courier and others
 
 
 def one_program(config: GemvConfig, weight: Weight) -> GemvConfig:
@@ -132,58 +160,59 @@ class Chain:
     def message_bytes(self) -> int:
         return self.rows * self.hidden * 2
 
-    def launch(self, layer: int, name: str, epilogue: Epilogue, **arguments: Any) -> tuple:
-        """The arguments of a GEMV of this chain: positional, by name."""
+    def product(
+        self, layer: int, name: str, epilogue: GemvEpilogue, *, x: torch.Tensor | None = None,
+        **options: Unpack[Options],
+    ) -> Product:  # fmt: skip
+        """A GEMV of this chain."""
         problem = self.problem[name]
-        given = {
-            "x": problem.x,
-            "config": self.config[name],
-            "pdl": True,
-            **problem.extras,
-            **arguments,
-        }
-        return (given.pop("x"), self.w[name][layer], epilogue), given
+        given: Options = {
+            "config": self.config[name], "pdl": True, **problem.extras, **options,
+        }  # fmt: skip
+        return Product(problem.x if x is None else x, self.w[name][layer], epilogue, given)
 
-    def exchange(self, form: str, layer: int, half: int) -> list[tuple[Callable, tuple, dict]]:
+    def exchange(self, form: str, layer: int, half: int) -> Line:
         """Launches from o_proj to gate/up (half 0), or from down_proj to qkv: h[half] -> h[1 - half]."""
         name, reader = (("o", "gate_up"), ("down", "qkv"))[half]
         x, out = self.h[half], self.h[1 - half]
         consumer = self.problem[reader].epilogue
         if form == "none":
-            first = self.launch(layer, name, Residual(x, out))
-            return [(gemv, *first), (gemv, *self.launch(layer, reader, consumer, x=out))]
+            first = self.product(layer, name, Residual(x, out))
+            return [first, self.product(layer, reader, consumer, x=out)]
         space, buffer, site = self.space[form], self.buffer[form], 2 * layer + half
         base, late = buffer.data_ptr(), form.endswith("late")
         places = [base + r * self.message_bytes for r in range(1 if late else self.world)]
         slot, clear = space.slot_offset(site), space.clear_offset(site)
         push = Push(torch.tensor(places).to(DEVICE), slot, 0, len(places))
-        launches = [(gemv, *self.launch(layer, name, push))]
+        launches: Line = [self.product(layer, name, push)]
         if late:
-            forwarded = (base + slot, self.status, site, self.message_bytes, self.world)
-            launches.append((courier, forwarded, {}))
+            launches.append(Courier(base + slot, self.status, site, self.message_bytes, self.world))
         if form.startswith("polled"):
             poll = Poll(buffer, slot, clear, out, self.status, 0, self.world, site)
             config = (self.single if "1/SM" in form else self.config)[reader]
-            last = self.launch(layer, reader, consumer, x=x, poll=poll, config=config)
+            last = self.product(layer, reader, consumer, x=x, poll=poll, config=config)
         else:
-            wait = dict(rank=0, world=self.world, call_site=site, pdl=True)
-            launches.append((poll_residual, (buffer, slot, clear, x, out, self.status), wait))
-            last = self.launch(layer, reader, consumer, x=out)
-        return [*launches, (gemv, *last)]
+            wait = partial(
+                poll_residual, buffer, slot, clear, x, out, self.status, rank=0, world=self.world,
+                call_site=site, pdl=True,
+            )  # fmt: skip
+            launches.append(wait)
+            last = self.product(layer, reader, consumer, x=out)
+        return [*launches, last]
 
-    def line(self, form: str) -> list[tuple[Callable, tuple, dict]]:
+    def line(self, form: str) -> Line:
         """All launches of a form."""
         halves = [(layer, half) for layer in range(LAYERS) for half in range(2)]
         return [launch for at in halves for launch in self.exchange(form, *at)]
 
-    def run(self, line: list, form: str) -> list[torch.Tensor]:
+    def run(self, line: Line, form: str) -> list[torch.Tensor]:
         """Run once from the start; every hidden state and consumer's output, in order."""
         self.h[0].copy_(self.start)
         for out in (self.h[1], *self.problem["gate_up"].out, *self.problem["qkv"].out):
             out.fill_(float("nan"))
         seen, step = [], len(line) // (2 * LAYERS)
-        for i, (function, args, kwargs) in enumerate(line):
-            function(*args, **kwargs)
+        for i, launch in enumerate(line):
+            launch()
             if i % step == step - 1:
                 half = i // step % 2
                 consumer = self.problem[("gate_up", "qkv")[half]]
@@ -198,7 +227,7 @@ class Chain:
             raise RuntimeError(f"{form}: not finite")
         return seen
 
-    def check(self, lines: dict[str, list]) -> None:
+    def check(self, lines: dict[str, Line]) -> None:
         """Raises RuntimeError if two exchanging forms differ in a bit, twice round their slots."""
         for _ in range(2):
             expected = self.run(lines["separate"], "separate")
@@ -211,45 +240,39 @@ class Chain:
         self.h[0].copy_(self.start)
 
 
-def compile_all(lines: list[list], threads: int = 16) -> None:
+def compile_all(lines: Iterable[Line], threads: int = 16) -> None:
     """Compile every GEMV of the lines, each once, in threads (the timed runs load them)."""
-    tasks = {}
+    distinct: dict[tuple[object, ...], Product] = {}
     for line in lines:
-        for function, args, kwargs in line:
-            if function is gemv:
-                key = (
-                    args[1].shape,
-                    type(args[2]),
-                    getattr(args[2], "world", 0),
-                    "poll" in kwargs,
-                    kwargs["config"],
-                )
-                tasks.setdefault(key, plan_gemv(*args, **kwargs))
+        for p in line:
+            if isinstance(p, Product):
+                kind = type(p.epilogue), getattr(p.epilogue, "world", 0), "poll" in p.options
+                distinct.setdefault((p.w.shape, *kind, p.options["config"]), p)
 
-    def build(task: tuple) -> None:
+    def build(p: Product) -> None:
         torch.zeros(1, device=DEVICE)  # gives the thread its CUDA context
-        kernel, grid, arguments = task
+        kernel, grid, arguments = plan_gemv(p.x, p.w, p.epilogue, **p.options)
         kernel.warmup(grid=grid, **arguments)
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(build, tasks.values()))
+        list(pool.map(build, distinct.values()))
 
 
-def enqueue(line: list) -> None:
+def enqueue(line: Line) -> None:
     """All launches, each courier on a branch from what its sender comes behind (it waits for the message itself)."""
     main, branch = torch.cuda.current_stream(), torch.cuda.Stream()
-    for (function, args, kwargs), (following, late, _) in zip(line, [*line[1:], (None, (), {})]):
-        if following is courier:
+    for launch, following in zip(line, [*line[1:], None]):
+        if isinstance(following, Courier):
             branch.wait_stream(main)
             with torch.cuda.stream(branch):
-                courier(*late)
-        if function is not courier:
-            function(*args, **kwargs)
-    if any(function is courier for function, _, _ in line):
+                following()
+        if not isinstance(launch, Courier):
+            launch()
+    if any(isinstance(launch, Courier) for launch in line):
         main.wait_stream(branch)
 
 
-def times(lines: dict[str, list]) -> dict[str, float]:
+def times(lines: dict[str, Line]) -> dict[str, float]:
     """us of a layer of each form, median of rounds in which they take turns."""
     graphs = {}
     for form, line in lines.items():
@@ -274,7 +297,7 @@ def measure(rows: Rows, model: str, tp: int, fp8: bool, count: int, sm_count: in
     """Check and time one shard; a row a form, and what an exchange adds."""
     chain = Chain(model, tp, fp8, count, sm_count)
     lines = {form: chain.line(form) for form in FORMS}
-    compile_all(list(lines.values()))
+    compile_all(lines.values())
     chain.check(lines)
     us = times(lines)
     if chain.status.any():
@@ -297,24 +320,32 @@ def measure(rows: Rows, model: str, tp: int, fp8: bool, count: int, sm_count: in
             )
 
 
-def main() -> None:
-    """Shards as MODEL/TP; one that fails is reported and the rest goes on."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment; 1 if a shard failed."""
+    parser = Parser(prog="python -m bench.poll", description=__doc__)
     parser.add_argument(
         "--models", type=shapes, default="qwen2.5-72b/2,qwen2.5-7b/2,qwen2.5-72b/4,qwen2.5-72b/8"
     )
-    parser.add_argument("--dtypes", default="fp8,bf16")
-    parser.add_argument("--rows", default="1")
+    parser.add_argument(
+        "--dtypes",
+        type=choices("fp8", "bf16"),
+        default="fp8,bf16",
+        help="of the weights, comma-separated: fp8, bf16",
+    )
+    parser.add_argument("--rows", type=numbers, default="1", help="of decode, comma-separated")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds")
-    args = parser.parse_args()
-    need_gpu("poll")
+    return script(parser, measure_all, argv)
+
+
+def measure_all(args: argparse.Namespace) -> int:
+    """Every shard; one that fails is reported and the rest goes on. The exit code."""
     begin = time.perf_counter()
     properties = torch.cuda.get_device_properties(0)
     choose.set_target(properties.name, properties.multi_processor_count)
     rows, failed = Rows("poll"), 0
     print(f"us a layer; GEMVs poll by themselves up to {MOST_BYTES >> 10} KB of messages")
-    for count in args.rows.split(","):
-        for dtype in args.dtypes.split(","):
+    for count in args.rows:
+        for dtype in args.dtypes:
             for model, tp in args.models:
                 item = f"{model}/{tp}"
                 if args.time_limit - (time.perf_counter() - begin) < 12:
@@ -326,7 +357,7 @@ def main() -> None:
                         model,
                         tp,
                         dtype == "fp8",
-                        int(count),
+                        count,
                         properties.multi_processor_count,
                     )
                 except Exception as e:
@@ -336,7 +367,7 @@ def main() -> None:
                         flush=True,
                     )
                     if "CUDA error" in str(e):
-                        sys.exit(1)
+                        return 1
                 torch.cuda.empty_cache()
     print(
         json.dumps(
@@ -347,8 +378,8 @@ def main() -> None:
             }
         )
     )
-    sys.exit(failed > 0)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

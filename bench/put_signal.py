@@ -25,11 +25,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from bench.deployment import need_gpu
+from bench.deployment import choices, script
 from bench.rows import Rows
+from engine.console import Parser
 from engine.errors import DeviceError
 from engine.kernels.put_signal import ARMED
 from engine.runtime.links import describe, probe_links
@@ -101,7 +103,7 @@ class Pair:
 
     def capture(self, body: Callable[[int, int], None], calls: int) -> list[torch.cuda.CUDAGraph]:
         return [
-            capture(stream, lambda end=end: body(end, calls), *self.channels)  # type: ignore[misc]
+            capture(stream, partial(body, end, calls), *self.channels)
             for end, stream in enumerate(self.streams)
         ]
 
@@ -237,13 +239,19 @@ class Bench:
             print("baselines: nothing measured: " + errors.strip()[-600:], flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see bench.deployment; 1 if a check failed."""
+    parser = Parser(prog="python -m bench.put_signal", description=__doc__)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
-    parser.add_argument("--forms", default=",".join(FORMS), help="comma-separated")
-    options = parser.parse_args()
-    need_gpu("put_signal")
-    forms = options.forms.split(",")
+    parser.add_argument(
+        "--forms", type=choices(*FORMS), default=",".join(FORMS), help="comma-separated"
+    )
+    return script(parser, measure_all, argv)
+
+
+def measure_all(options: argparse.Namespace) -> int:
+    """Every form at every size; the exit code."""
+    forms = options.forms
     bench = Bench(options.time_limit)
     print(describe(probe_links()))
     waits = probe_stream_waits(bench.devices[0].index)

@@ -4,15 +4,31 @@ run into bench/results/, replacing rows that measure the same thing."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.bench.rows import IDENTITY, RESULTS, Rows, environment, identity, load, merge
+from engine.console import Parser, run
+from engine.errors import EngineError
 
 __all__ = ["IDENTITY", "RESULTS", "Rows", "environment", "identity", "load", "merge"]
 
-if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] != "merge":
-        sys.exit("usage: python -m bench.rows merge DIR")
-    if not (written := merge(Path(sys.argv[2]))):
-        sys.exit(f"error: {sys.argv[2]} holds no files of rows")
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see engine.console."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    parser = Parser(prog="python -m bench.rows", description=__doc__)
+    parser.add_argument("command", choices=("merge",))
+    parser.add_argument("folder", type=Path, metavar="DIR", help="$OUT of the run")
+    folder = parser.parse_args(argv).folder
+    if not (written := merge(folder)):
+        raise EngineError(f"{folder} holds no files of rows")
     print("\n".join(written))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

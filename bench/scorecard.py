@@ -32,6 +32,7 @@ from bench.scorecard_parts import CONTEXTS, PROMPTS, RUNS, SOAK_PROMPTS, SOAK_TO
 from engine.config import ModelConfig, preset
 from engine.console import Parser, run
 from engine.errors import EngineError
+from engine.graph.ir import Phase
 from engine.model import gpu_named, predict
 from engine.model.calibrate import PRIOR
 from engine.model.exchange import predicted
@@ -139,8 +140,8 @@ def _engine_seconds(
     """From the performance model's steps. Dummy weights are made at 16 bits and then quantised."""
     kind = "fp8" if quantization == "fp8" else None
 
-    def step_s(phase: str, rows: int, context: int) -> float:
-        p = predict(model, tp, phase=phase, quantization=kind, rows=rows, context=context,  # type: ignore[arg-type]
+    def step_s(phase: Phase, rows: int, context: int) -> float:
+        p = predict(model, tp, phase=phase, quantization=kind, rows=rows, context=context,
                     shard_of=shard_of, constants=PRIOR[kind], fp8_prefill=kind == "fp8")  # fmt: skip
         return p.total_us * 1e-6
 

@@ -10,15 +10,16 @@ the next one runs.
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.deployment import facts, parse
 from bench.rows import Rows
 from engine.config import EngineConfig, ModelConfig, preset, with_layers
+from engine.console import Parser, run
 from engine.graph.ir import Phase
 from engine.model import gpu_named, predict
 from engine.roof import roof_share
@@ -262,14 +263,19 @@ def virtual(rows: Rows, text: str) -> None:
         raise AssertionError(f"logits error {error:.2e} (bound {VIRTUAL_ERROR}), ranks equal {equal}")  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: see engine.console."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    parser = Parser(prog="python -m bench.scorecard_parts", description=__doc__)
     parser.add_argument("part", choices=("links", "engine", "virtual"))
     parser.add_argument(
         "deployment", nargs="?", default="", help="MODEL:QUANTIZATION:TP[:SHARD_OF]"
     )
     parser.add_argument("--soak", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rows = Rows("scorecard")
     if args.part == "links":
         attempt(rows, "links", lambda: links(rows))
@@ -277,7 +283,8 @@ def main() -> None:
         attempt(rows, "virtual", lambda: virtual(rows, args.deployment))
     else:
         engine(rows, args.deployment, args.soak)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

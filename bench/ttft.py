@@ -14,12 +14,12 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bench.deployment import each, facts, parse, parser, script
+from bench.deployment import each, facts, numbers, parse, parser, script
 from bench.latency import generate
 from bench.rows import Rows
 from engine.config import preset
@@ -80,19 +80,6 @@ def host_waits(executor, ids: list[int], tokens: int) -> dict[str, int]:
     return found
 
 
-def lengths_of(text: str) -> list[int]:
-    """Of --input-lens. EngineError for anything but prompt lengths."""
-    try:
-        lengths = [int(n) for n in text.split(",")]
-    except ValueError:
-        lengths = [0]
-    if min(lengths) < 1:
-        raise EngineError(
-            f"--input-lens {text!r}: prompt lengths in tokens, comma-separated, such as 16,512"
-        )
-    return lengths
-
-
 def activations(length: int, buckets: Sequence[int], fp8: bool) -> str:
     """What multiplies the weights in a prompt's largest bucket: "fp8" from FP8_MIN_TOKENS on, if the engine has
     FP8 prefill, else "16bit"."""
@@ -104,7 +91,7 @@ def measure(
     rows: Rows, args: argparse.Namespace, text: str, rate: float
 ) -> list[tuple[int, float, float]]:
     """(prompt length, median TTFT ms, floor ms) of one deployment; writes its rows."""
-    lengths = lengths_of(args.input_lens)
+    lengths = args.input_lens
     longest = max(*lengths, WAITS_LEN) + 64
     engine = parse(text, max_num_seqs=1, max_model_len=longest,
                    prefill_activations=args.prefill_activations, all_reduce=args.all_reduce)  # fmt: skip
@@ -149,7 +136,7 @@ def measure(
     return points
 
 
-def draw(curves: dict[str, Sequence[tuple[int, float, float]]], path: str) -> None:
+def draw(curves: Mapping[str, Sequence[tuple[int, float, float]]], path: str) -> None:
     """PNG: TTFT and floor over the prompt length, log-log."""
     plt = pyplot("--png")
     figure, axis = plt.subplots(figsize=(8, 5))
@@ -168,7 +155,6 @@ def draw(curves: dict[str, Sequence[tuple[int, float, float]]], path: str) -> No
 
 def check(args: argparse.Namespace) -> None:
     """EngineError for arguments that cannot work."""
-    lengths_of(args.input_lens)
     if args.iters < 1:
         raise EngineError(f"--iters {args.iters} is not 1 or more")
     if not 0 <= args.pause <= 60:
@@ -184,7 +170,10 @@ def check(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: see bench.deployment."""
     options = parser("ttft", __doc__)
-    options.add_argument("--input-lens", default="16,64,128,512,2048,8192")
+    options.add_argument(
+        "--input-lens", type=numbers, default="16,64,128,512,2048,8192",
+        help="of prompts, tokens, comma-separated",
+    )  # fmt: skip
     options.add_argument("--iters", type=int, default=10)
     options.add_argument("--prefill-activations", choices=("auto", "16bit", "fp8"), default="auto")
     options.add_argument("--all-reduce", choices=("auto", "lamport", "two_shot"), default="auto")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import gemv_workers, poll
+from bench import deployment, gemv_workers, poll
 from engine.config import preset
 
 TINY = replace(
@@ -18,7 +18,7 @@ TINY = replace(
 
 @pytest.fixture
 def chain(device, monkeypatch):
-    for module in (poll, gemv_workers):
+    for module in (poll, gemv_workers, deployment):
         monkeypatch.setattr(module, "preset", lambda name: TINY)
     monkeypatch.setattr(poll, "DEVICE", device)
     monkeypatch.setattr(poll, "LAYERS", 2)
@@ -42,7 +42,6 @@ def test_forms_agree_and_a_difference_is_found(chain, monkeypatch):
     assert len(first) == 4 * 2 + 2 * 2 and not torch.equal(first[0], chain.start)
     chain.w["o"][1].mul_(2)  # lines hold the same tensors: both forms see it
     assert not torch.equal(chain.run(lines["polled"], "polled")[-1], first[-1])
-    _, arguments = lines["polled"][3][1:]
-    arguments["eps"] = 0.5
+    lines["polled"][3].options["eps"] = 0.5
     with pytest.raises(RuntimeError, match="other bits"):
         chain.check(lines)

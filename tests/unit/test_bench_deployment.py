@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import importlib
-import sys
+from argparse import ArgumentTypeError
 from types import SimpleNamespace
 
 import pytest
 
-from bench import attention, gemm, gemv, long_run, poll, ttft
-from bench.deployment import each, linear_shapes, parse, shapes
+from bench import (
+    all_reduce,
+    all_reduce_soak,
+    argmax,
+    attention,
+    gemm,
+    gemv,
+    load,
+    long_run,
+    peer_store,
+    poll,
+    put_signal,
+    rows,
+    ttft,
+)
+from bench.deployment import choices, each, linear_shapes, numbers, parse, shapes
 from bench.latency import decode_ahead, generate
 from engine.errors import EngineError
 from engine.runtime.buckets import prefill_buckets
@@ -175,7 +189,7 @@ def test_rows_of_short_prompts_do_not_say_fp8(monkeypatch, capsys):
     monkeypatch.setattr(ttft, "host_waits", lambda *_: {})
     rows = SimpleNamespace(add=lambda metric, *_, **facts: found.append((metric, facts)))
     args = SimpleNamespace(
-        input_lens="16,64", prefill_activations="auto", all_reduce="lamport", iters=1, pause=0.0
+        input_lens=[16, 64], prefill_activations="auto", all_reduce="lamport", iters=1, pause=0.0
     )
     ttft.measure(rows, args, "qwen2.5-7b:fp8:1", 1e15)
     labels = {(m, f["context"]): f["algorithm"] for m, f in found}
@@ -187,8 +201,8 @@ def test_rows_of_short_prompts_do_not_say_fp8(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--input-lens", "16,x"], "--input-lens '16,x'"),
-        (["--input-lens", "0"], "--input-lens '0'"),
+        (["--input-lens", "16,x"], "--input-lens: 'x' is not"),
+        (["--input-lens", "0"], "--input-lens: '0' is not"),
         (["--prefill-activations", "fp8"], "needs FP8 weights"),
         (["--png", "/nonexistent/x.png"], "--png /nonexistent/x.png: No such file"),
     ],
@@ -216,10 +230,78 @@ def test_shapes_of_the_kernel_benches():
     ],
 )
 @pytest.mark.parametrize("script", [attention, gemm, gemv, poll])
-def test_a_wrong_shape_is_one_line_with_code_2(script, text, problem, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bench", "--models", text])
-    with pytest.raises(SystemExit) as exit:
-        script.main()
-    assert exit.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "--models" in line and problem in line and repr(text) in line
+def test_a_wrong_shape_is_one_line_with_code_2(script, text, problem, capsys):
+    assert script.main(["--models", text]) == 2
+    said = capsys.readouterr()
+    assert "--models" in said.err and problem in said.err and repr(text) in said.err
+    assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+def test_lists_are_parsed():
+    assert numbers("1,8, 512") == [1, 8, 512]
+    assert choices("fp8", "bf16")("bf16,fp8") == ["bf16", "fp8"]
+
+
+@pytest.mark.parametrize("text,item", [("x", "x"), ("1,,2", ""), ("", ""), ("8,0", "0"), ("1,-2", "-2"), ("1.5", "1.5")])  # fmt: skip
+def test_numbers_name_the_wrong_one(text, item):
+    with pytest.raises(ArgumentTypeError, match=f"^{item!r} is not a whole number above 0"):
+        numbers(text)
+
+
+@pytest.mark.parametrize("text,item", [("fp9", "fp9"), ("fp8,", ""), ("", ""), ("fp8, bf16", " bf16")])  # fmt: skip
+def test_choices_name_the_wrong_one(text, item):
+    with pytest.raises(ArgumentTypeError, match=f"^{item!r} is not one of fp8, bf16$"):
+        choices("fp8", "bf16")(text)
+
+
+LISTS = {
+    attention: {"--contexts": "1,,2", "--rows": "x", "--tokens": "0"},
+    gemm: {"--tokens": "512,0", "--dtypes": "fp9"},
+    gemv: {"--dtypes": "bf16,"},
+    poll: {"--dtypes": "w8a8", "--rows": "1,x"},
+    argmax: {"--rows": "1,,8"},
+    load: {"--chunks": "4,x"},
+    all_reduce: {"--sections": "latency,tunes"},
+    all_reduce_soak: {"--forms": "one", "--worlds": "2,3"},
+    peer_store: {"--kinds": "strong"},
+    put_signal: {"--forms": "poll,"},
+}
+
+
+@pytest.mark.parametrize(
+    "script,flag,text", [(s, *given) for s, lists in LISTS.items() for given in lists.items()]
+)
+def test_a_wrong_list_is_one_line_with_code_2(script, flag, text, capsys, monkeypatch, tmp_path):
+    """With a GPU too, before any work."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    others = ["--dir", str(tmp_path)] if script is load else []
+    assert script.main([flag, text, *others]) == 2
+    said = capsys.readouterr()
+    assert flag in said.err and " is not " in said.err and not said.out
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", LISTS)
+def test_defaults_are_lists(script, capsys, monkeypatch, tmp_path):
+    """What a script's body gets without arguments, and its exit code."""
+    bodies = {load: "measure", all_reduce_soak: "soak_all"}
+    seen = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(
+        script, bodies.get(script, "measure_all"), lambda args: seen.append(args) or 7
+    )
+    others = ["--dir", str(tmp_path)] if script is load else []
+    assert script.main(others) == 7
+    for flag in LISTS[script]:
+        assert isinstance(getattr(seen[0], flag.removeprefix("--")), list)
+
+
+def test_no_virtual_ranks(monkeypatch):
+    assert all_reduce_soak.virtual_worlds("") == []
+    assert all_reduce_soak.virtual_worlds("8,2") == [8, 2]
+
+
+def test_merge_ends_as_the_scripts_do(capsys, tmp_path):
+    assert rows.main(["merge", str(tmp_path)]) == 2 and rows.main(["fold", "x"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"error: {tmp_path} holds no files of rows" and "'fold'" in second
