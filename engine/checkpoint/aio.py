@@ -1,7 +1,7 @@
 """POSIX asynchronous reads (aio.h): the C library's own threads read, and no Python thread waits for another's GIL.
 
 glibc serves one read of a file descriptor at a time, so reads that should overlap need descriptors of their own; it runs
-up to 20 at once. `struct aiocb` below is glibc's on 64-bit Linux, the only C library that torch's CUDA builds are for.
+THREADS of them at once. `struct aiocb` below is glibc's on 64-bit Linux, the only C library that torch's CUDA builds are for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import os
 from functools import cache
 
 _SIGEV_NONE = 1
+# Of the process, from its first read on. More than there are cores are slower than as many: 47 GB/s of plain reads with
+# 20 threads on 16 cores, 83 with 16, 76 with 12; and one core is the caller's.
+THREADS = max(1, min(16, (os.cpu_count() or 1) * 3 // 4))
 
 
 class _Control(ctypes.Structure):
@@ -37,12 +40,22 @@ class _Control(ctypes.Structure):
     )
 
 
+class _Init(ctypes.Structure):
+    """struct aioinit."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in ("threads", "num", "locks", "usedba", "debug", "numusers", "idle_time", "rest")
+    )
+
+
 @cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "aio_read"):  # before glibc 2.34
         library = ctypes.CDLL("librt.so.1", use_errno=True)
     library.aio_return.restype = ctypes.c_ssize_t
+    library.aio_init(ctypes.byref(_Init(threads=THREADS, num=64, idle_time=1)))
     return library
 
 
