@@ -170,8 +170,8 @@ def load_ranks(
         reads = (read for spec, of in zip(specs, held) for read in _reads(spec, source, of, where))
         reading, threads = source.read_ahead(reads), 1
     with reading, ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(load, *each) for each in zip(specs, held)]
         try:
+            futures = [pool.submit(load, *each) for each in zip(specs, held)]
             found = [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)

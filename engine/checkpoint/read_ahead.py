@@ -8,6 +8,7 @@ thread that places it 0.17 ms, as long as the read of a megabyte (docs/performan
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,19 +94,19 @@ class Buffer:
         self._drain()
         self._chunk = chunk
         if self._path != chunk.info.file:
-            self._close()
+            self.close()
             self._path = chunk.info.file
         try:
             for i, at in enumerate(_pieces(chunk)):
                 if i == len(self._files):
-                    self._files.append(os.open(self._path, os.O_RDONLY))
+                    self._files.append(_open(self._path))
                 if i == len(self._reads):
                     self._reads.append(Read())
                 nbytes = min(PIECE_BYTES, chunk.nbytes - at)
                 address = self.memory.data_ptr() + at
                 self._reads[i].start(self._files[i], address, nbytes, chunk.offset + at)
         except OSError as e:
-            raise CheckpointError(f"{self._path}: {e.strerror}: it changed while loading") from None
+            raise _not_read(chunk.info, e) from None
 
     def finish(self) -> None:
         """The chunk that was started last is in memory. Raises CheckpointError if it is not."""
@@ -124,7 +125,7 @@ class Buffer:
                         )
                     done += more
         except OSError as e:
-            raise CheckpointError(f"{info.file}: reading {info.name}: {e.strerror}") from None
+            raise _not_read(info, e) from None
 
     @property
     def busy(self) -> bool:
@@ -144,14 +145,33 @@ class Buffer:
                 with contextlib.suppress(OSError):
                     read.wait()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Nothing is read into the memory any more, and its file is closed; `start` opens one again."""
+        self._drain()
         while self._files:
             os.close(self._files.pop())
 
     def __del__(self) -> None:
         if hasattr(self, "_sent"):
-            self._drain()
-            self._close()
+            self.close()
+
+
+def cannot_open(file: Path, error: OSError) -> CheckpointError:
+    """Why a file whose header was read cannot be opened."""
+    if error.errno == errno.EMFILE:
+        return CheckpointError(f"{file}: {error.strerror}: raise `ulimit -n`")
+    return CheckpointError(f"{file}: {error.strerror}: it changed while loading")
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY)
+    except OSError as e:
+        raise cannot_open(file, e) from None
+
+
+def _not_read(info: TensorInfo, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{info.file}: reading {info.name}: {error.strerror}")
 
 
 def _pieces(chunk: Chunk) -> range:
@@ -166,7 +186,8 @@ class ReadAhead:
         """Raises nothing that reading raises: `take` does."""
         self._chunks, self._pinned = chunks, pinned
         self._size = max((chunk.nbytes for chunk in chunks), default=0)
-        self._taken = self._started = self._made = 0
+        self._taken = self._started = 0
+        self._buffers: list[Buffer] = []
         self._free: deque[Buffer] = deque()
         self._reading: deque[Buffer] = deque()
         self._error: CheckpointError | None = None
@@ -195,12 +216,17 @@ class ReadAhead:
         self._free.append(buffer)
         self._start()
 
+    def close(self) -> None:
+        """End what is being read, and close the files: an exception may keep this alive for long."""
+        for buffer in self._buffers:
+            buffer.close()
+
     def _start(self) -> None:
         """Begin what can be begun without a wait; one chunk at least if none is on its way. Pinning memory takes as
         long as reading as much, so one buffer a call is made, under the reads of those before it."""
-        if self._made < BUFFERS and not self._error and self._started < len(self._chunks):
-            self._free.appendleft(Buffer(self._size, self._pinned))
-            self._made += 1
+        if len(self._buffers) < BUFFERS and not self._error and self._started < len(self._chunks):
+            self._buffers.append(Buffer(self._size, self._pinned))
+            self._free.appendleft(self._buffers[-1])
         while self._free and not self._error and self._started < len(self._chunks):
             if self._reading and self._free[0].busy:
                 return

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
-from engine.checkpoint.read_ahead import Wanted
+from engine.checkpoint.read_ahead import Wanted, cannot_open
 from engine.checkpoint.scheme import Scheme, scale_of
 from engine.checkpoint.staging import CHUNK_BYTES, Staging
 from engine.errors import CheckpointError, first_few
@@ -312,9 +312,7 @@ class CheckpointSource:
                         # read-only buffer; nothing is ever written.
                         mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
                 except OSError as e:
-                    raise CheckpointError(
-                        f"{info.file}: {e.strerror}: it changed while loading"
-                    ) from None
+                    raise cannot_open(info.file, e) from None
                 except ValueError:  # nothing to map
                     mapped = mmap.mmap(-1, 1)
                 self._maps[info.file] = mapped

@@ -25,11 +25,13 @@ class Staging:
     def read_ahead(self, wanted: Iterable[Wanted], pinned: bool) -> Iterator[None]:
         """Inside, what the calls of `read` to come ask for is read ahead of them: these, in this order, from one thread. A
         `read` of something else reads for itself."""
+        assert self._ahead is None, "one load of a source at a time"
         chunks = [chunk for each in wanted for chunk in each.chunks(self._chunk_bytes)]
         self._ahead = ReadAhead(chunks, pinned)
         try:
             yield
         finally:
+            self._ahead.close()
             self._ahead = None
 
     def read(

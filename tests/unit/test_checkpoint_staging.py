@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -264,6 +265,30 @@ def test_a_file_that_is_gone_is_an_error_in_its_turn(tmp_path):
         for _ in range(2):
             with pytest.raises(CheckpointError, match="No such file or directory: it changed"):
                 staging.read(order[1], torch.float32, {0: CPU})
+
+
+def test_leaving_closes_the_files_though_an_error_is_held(tmp_path):
+    """A traceback keeps the buffers alive, and a future its exception."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(64.0)}, file)
+    wanted = Wanted(read_header(file)["a"], None, {0: (0, 64)})
+    file.write_bytes(file.read_bytes()[:-8])
+    staging, before = Staging(4), os.listdir("/proc/self/fd")
+    with pytest.raises(CheckpointError) as held, staging.read_ahead([wanted], pinned=False):
+        staging.read(wanted, torch.float32, {0: CPU})
+    assert held.value.__traceback__ and len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_too_few_descriptors_are_named(headers, monkeypatch):
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
+    wanted = Wanted(headers["wide"], None, {0: (0, 37)})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"Too many open files: raise `ulimit -n`$"):
+            Staging().read(wanted, torch.bfloat16, {0: CPU})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_asynchronous_reads(tmp_path):

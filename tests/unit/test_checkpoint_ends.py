@@ -1,0 +1,83 @@
+"""Loads that end before they are done: read errors, files that change, Ctrl-C."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from engine.checkpoint import load as load_module
+from engine.checkpoint.load import load_rank
+from engine.checkpoint.source import CheckpointSource
+from engine.errors import CheckpointError
+from engine.weights import Part, WeightSpec
+from tests.unit.checkpoint_fixtures import save_model, specs_of
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("ends"), "qwen2", shard_size="300KB")
+
+
+def test_a_failing_read_ends_the_load(directory):
+    class Failing:
+        def read(self, part, rank, device):
+            raise CheckpointError(f"no {part.name}")
+
+    with pytest.raises(CheckpointError, match=r"no model\."):
+        load_rank(specs_of(directory), Failing(), 0, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("onto_gpus", [False, True])
+@pytest.mark.parametrize("what", ["gone", "empty", "short", "folder"])
+def test_a_file_that_changes_after_it_was_opened(directory, tmp_path, monkeypatch, what, onto_gpus):
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    specs, source = specs_of(copy), CheckpointSource(copy)
+    file = sorted(copy.glob("*.safetensors"))[-1]
+    content = file.read_bytes()
+    file.unlink()
+    if what == "folder":
+        file.mkdir()
+    elif what != "gone":
+        file.write_bytes(b"" if what == "empty" else content[:-64])
+    monkeypatch.setattr(CheckpointSource, "staged", lambda self, devices: onto_gpus)
+    with pytest.raises(CheckpointError, match=r"it changed while loading|Is a directory"):
+        load_rank(specs, source, 0, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("where", ["submit", "result"])
+def test_an_interrupted_load_makes_no_further_weight(monkeypatch, where):
+    spec = WeightSpec("w", (Part("p", (1,), None, ()),))
+    interrupted, seen, count = threading.Event(), [], 40
+
+    class Slow:
+        def read(self, part, rank, device):
+            interrupted.wait(10)
+            seen.append(part)
+            time.sleep(0.005)
+            return torch.ones(1)
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *args):
+            future = super().submit(*args)
+            submitted.append(future)
+            if where == "submit" and len(submitted) == count:
+                interrupt()
+            return future
+
+    def interrupt(*_):
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    submitted: list[Future] = []
+    monkeypatch.setattr(load_module, "ThreadPoolExecutor", Pool)
+    if where == "result":
+        monkeypatch.setattr(Future, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        load_rank([spec] * count, Slow(), 0, "cpu", torch.float32)
+    assert len(submitted) == count and len(seen) < count / 2
