@@ -6,7 +6,7 @@ Writes a checkpoint of that shape (arbitrary valid values) if the folder has non
 files (threads with a buffer of 8 MB each, which stays in the CPU's caches), what the links to the GPUs take from pinned
 memory, the load onto all ranks, and the plain read again. A load can be no faster than the slower of the two: that is what
 its share is of. Files that were just written lie in the page cache: the figure is of the loader, not of a disk;
---drop-caches (root) asks the kernel to forget them before each pass. Rows: load_gb_s, load_s, plain_read_gb_s,
+--drop-caches asks the kernel to forget them before each pass. Rows: load_gb_s, load_s, plain_read_gb_s,
 link_gb_s.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
@@ -166,7 +165,10 @@ def make_checkpoint(options: argparse.Namespace, config: ModelConfig) -> None:
         raise EngineError(f"{options.dir} holds shards but no {INDEX}: empty it, or choose another")
     one = specs_of(config, 1).values()
     need = weight_bytes(one, 0, torch.bfloat16, "fp8" if options.format == "fp8" else None)
-    options.dir.mkdir(parents=True, exist_ok=True)
+    try:
+        options.dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise EngineError(f"--dir {options.dir}: {e.strerror}") from None
     free = shutil.disk_usage(options.dir).free
     if need > 0.95 * free:
         raise EngineError(
@@ -228,16 +230,15 @@ def measure(options: argparse.Namespace) -> int:
         return plain_read(index.files, options.threads)
 
     reads = [gb_s(plain)]
-    link = link_bytes_s(set(devices.values())) / 1e9 if cuda else math.inf
+    link = link_bytes_s(set(devices.values())) / 1e9 if cuda else None
     rate = gb_s(load)
     for megabytes in options.chunks:
         value = gb_s(lambda: load(megabytes << 20))  # noqa: B023
         print(f"buffers of {megabytes} MB: {value:.2f} GB/s", flush=True)
     reads.append(gb_s(plain))
-    bounds = {
-        f"plain read, {options.threads} threads": max(reads),
-        f"links of {len(set(devices.values()))} GPU(s)": link,
-    }
+    bounds = {f"plain read, {options.threads} threads": max(reads)}
+    if link is not None:
+        bounds[f"links of {len(set(devices.values()))} GPU(s)"] = link
     bound = min(bounds, key=bounds.__getitem__)
     print(
         f"{len(index.files)} files, {index.nbytes / 1e9:.1f} GB: loaded in {index.nbytes / rate / 1e9:.2f} s, "

@@ -296,9 +296,16 @@ def test_defaults_are_lists(script, capsys, monkeypatch, tmp_path):
         assert isinstance(getattr(seen[0], flag.removeprefix("--")), list)
 
 
-def test_no_virtual_ranks(monkeypatch):
+def test_no_virtual_ranks():
     assert all_reduce_soak.virtual_worlds("") == []
     assert all_reduce_soak.virtual_worlds("8,2") == [8, 2]
+
+
+def test_load_names_a_folder_that_cannot_be(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "x"
+    assert load.main(["--dir", str(folder), "--model", "qwen2.5-0.5b", "--layers", "1"]) == 2
+    assert capsys.readouterr().err == f"error: --dir {folder}: Not a directory\n"
 
 
 def test_merge_ends_as_the_scripts_do(capsys, tmp_path):

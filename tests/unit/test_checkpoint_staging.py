@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from engine.checkpoint import read_ahead
 from engine.checkpoint.aio import Read
-from engine.checkpoint.read_ahead import BUFFERS, ReadAhead, Wanted
+from engine.checkpoint.read_ahead import BUFFERS, Buffer, ReadAhead, Wanted
 from engine.checkpoint.safetensors_header import read_header
 from engine.checkpoint.source import TORCH_DTYPES
 from engine.checkpoint.staging import Staging
@@ -265,6 +265,21 @@ def test_a_file_that_is_gone_is_an_error_in_its_turn(tmp_path):
         for _ in range(2):
             with pytest.raises(CheckpointError, match="No such file or directory: it changed"):
                 staging.read(order[1], torch.float32, {0: CPU})
+
+
+def test_a_buffer_is_started_anew_while_it_is_read_into(headers, tensors, monkeypatch):
+    """As after an error in one of its pieces."""
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
+    first, second = (
+        list(Wanted(headers[name], None, {0: (0, len(tensors[name]))}).chunks(1 << 20))[0]
+        for name in ("wide", "flat")
+    )
+    buffer = Buffer(1 << 20, pinned=False)
+    for chunk in (first, second, first):
+        buffer.start(chunk)
+    buffer.finish()
+    held = buffer.memory[: first.nbytes].view(torch.bfloat16).view(37, 24)
+    assert torch.equal(held, tensors["wide"])
 
 
 def test_leaving_closes_the_files_though_an_error_is_held(tmp_path):
