@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.aio import Read
+from engine.checkpoint.aio import Reads
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
 
@@ -83,7 +83,7 @@ class Buffer:
         self._chunk: Chunk | None = None
         self._path: Path | None = None
         self._files: list[int] = []  # a descriptor of that file for each piece: see aio.py
-        self._reads: list[Read] = []
+        self._reads = Reads()
         self._sent: dict[torch.device, torch.cuda.Event] = {}
 
     def start(self, chunk: Chunk) -> None:
@@ -95,15 +95,16 @@ class Buffer:
         if self._path != chunk.info.file:
             self._close()
             self._path = chunk.info.file
+        pieces, begin = range(0, chunk.nbytes, PIECE_BYTES), self.memory.data_ptr()
         try:
-            for i, at in enumerate(_pieces(chunk)):
-                if i == len(self._files):
-                    self._files.append(os.open(self._path, os.O_RDONLY))
-                if i == len(self._reads):
-                    self._reads.append(Read())
-                nbytes = min(PIECE_BYTES, chunk.nbytes - at)
-                address = self.memory.data_ptr() + at
-                self._reads[i].start(self._files[i], address, nbytes, chunk.offset + at)
+            while len(self._files) < len(pieces):
+                self._files.append(os.open(self._path, os.O_RDONLY))
+            self._reads.start(
+                [
+                    (file, begin + at, min(PIECE_BYTES, chunk.nbytes - at), chunk.offset + at)
+                    for file, at in zip(self._files, pieces)
+                ]
+            )
         except OSError as e:
             raise CheckpointError(f"{self._path}: {e.strerror}: it changed while loading") from None
 
@@ -112,12 +113,12 @@ class Buffer:
         assert self._chunk is not None
         info = self._chunk.info
         try:
-            for file, read, at in zip(self._files, self._reads, _pieces(self._chunk)):
-                done = at + read.wait()
-                end = min(at + PIECE_BYTES, self._chunk.nbytes)
+            for i, count in enumerate(self._reads.wait()):
+                done = i * PIECE_BYTES + count
+                end = min((i + 1) * PIECE_BYTES, self._chunk.nbytes)
                 while done < end:  # the file's end, or what stopped the read: the next one tells
                     rest = self.memory.numpy().data[done:end]
-                    more = os.preadv(file, [rest], self._chunk.offset + done)
+                    more = os.preadv(self._files[i], [rest], self._chunk.offset + done)
                     if not more:
                         raise CheckpointError(
                             f"{info.file} ends inside {info.name}: it changed while loading"
@@ -139,10 +140,9 @@ class Buffer:
 
     def _drain(self) -> None:
         """Nothing is read into the memory any more."""
-        for read in self._reads:
-            if read.running:
-                with contextlib.suppress(OSError):
-                    read.wait()
+        if self._reads.running:
+            with contextlib.suppress(OSError):
+                self._reads.wait()
 
     def _close(self) -> None:
         while self._files:
@@ -152,11 +152,6 @@ class Buffer:
         if hasattr(self, "_sent"):
             self._drain()
             self._close()
-
-
-def _pieces(chunk: Chunk) -> range:
-    """Where the reads that together read it begin."""
-    return range(0, chunk.nbytes, PIECE_BYTES)
 
 
 class ReadAhead:
