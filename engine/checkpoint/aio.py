@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
-_SIGEV_NONE = 1
+_SIGEV_NONE, _LIO_NOWAIT = 1, 1
 # Of the process, from its first read on. More than there are cores are slower than as many: 47 GB/s of plain reads with
 # 20 threads on 16 cores, 83 with 16, 76 with 12; and one core is the caller's.
 THREADS = max(1, min(16, (os.cpu_count() or 1) * 3 // 4))
@@ -59,38 +61,47 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-class Read:
-    """One read at a time: `start`, then `wait`. Keep it, and the memory that it reads into, until `wait` has returned."""
+class Reads:
+    """Some reads that are started together: `start`, then `wait`. Keep it, and the memory that is read into, until none
+    is `running`."""
 
     def __init__(self) -> None:
-        self._control = _Control(sigev_notify=_SIGEV_NONE)
-        self._pointer = ctypes.pointer(self._control)
-        self._list = (ctypes.POINTER(_Control) * 1)(self._pointer)
-        self._running = False
+        self._controls: list[_Control] = []
+        self._pointers: list[Any] = []
+        self._count = 0
 
-    def start(self, file: int, address: int, nbytes: int, offset: int) -> None:
-        """Read nbytes at `offset` of a descriptor to `address`. Raises OSError."""
-        assert not self._running
-        control = self._control
-        control.fildes, control.buf, control.nbytes, control.offset = file, address, nbytes, offset
-        if _library().aio_read(self._pointer):
+    def start(self, reads: Sequence[tuple[int, int, int, int]]) -> None:
+        """Each: a descriptor, the address to read to, bytes, the offset in the file. Raises OSError; some may be running
+        then."""
+        assert not self.running
+        while len(self._controls) < len(reads):
+            self._controls.append(_Control(sigev_notify=_SIGEV_NONE))
+            self._pointers.append(ctypes.pointer(self._controls[-1]))
+        for control, (file, address, nbytes, offset) in zip(self._controls, reads):
+            control.fildes, control.buf, control.nbytes = file, address, nbytes
+            control.offset = offset
+            control.error_code = 0  # of one that is not accepted: it is not running
+        self._count = len(reads)
+        pointers = (ctypes.POINTER(_Control) * self._count)(*self._pointers[: self._count])
+        if _library().lio_listio(_LIO_NOWAIT, pointers, self._count, None):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        self._running = True
 
-    def wait(self) -> int:
-        """Bytes read: fewer than asked for at the file's end. Raises OSError. A signal's handler runs, and may raise,
-        while it waits; `wait` again then."""
-        library = _library()
-        while (number := library.aio_error(self._pointer)) == errno.EINPROGRESS:
-            library.aio_suspend(self._list, 1, None)
-        self._running = False
-        done: int = library.aio_return(self._pointer)
-        if number:
-            raise OSError(number, os.strerror(number))
-        return done
+    def wait(self) -> list[int]:
+        """Bytes that each read: fewer than asked for at the file's end. Raises OSError when all have ended. A signal's
+        handler runs, and may raise, while it waits; `wait` again then."""
+        library, counts, failed = _library(), [], 0
+        for pointer in self._pointers[: self._count]:
+            while (number := library.aio_error(pointer)) == errno.EINPROGRESS:
+                library.aio_suspend(ctypes.byref(pointer), 1, None)
+            failed = failed or number
+            counts.append(0 if number else library.aio_return(pointer))
+        self._count = 0
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+        return counts
 
     @property
     def running(self) -> bool:
         """Started, and not waited for."""
-        return self._running
+        return self._count > 0

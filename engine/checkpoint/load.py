@@ -1,7 +1,7 @@
 """WeightSpecs -> tensors on a device: concat or interleave, cast, FP8, with tied tensors shared.
 
-Each part goes straight into its rows of the final tensors, and FP8 is made part by part: the peak is
-the final size plus one tensor per loading thread.
+Each part goes straight into its rows of the final tensors, and FP8 is made part by part: the peak is the final size plus
+one tensor (for each thread that makes random weights), beside the buffers of read_ahead.py.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def load_ranks(
 ) -> dict[int, dict[str, Loaded]]:
     """rank -> spec name -> weight, for the ranks of `devices`, in one pass over the files.
 
-    A checkpoint for CUDA ranks is read ahead, many reads at once, and one thread puts what was read in its place.
+    A checkpoint is read ahead, many reads at once, and one thread puts what was read in its place.
     Other weights are made by `threads` threads (default: 1 on CPU, where torch itself uses every core, else 4 a rank, 8
     to 16). A `CheckpointSource` is first checked against the specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a view of it.
     Raises CheckpointError: before any tensor is read, but for a file that changes meanwhile, and NaN or inf, found at the end.
@@ -166,7 +166,7 @@ def load_ranks(
 
     threads = threads or (min(16, max(8, 4 * len(where))) if on_cuda else 1)
     reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if isinstance(source, CheckpointSource) and source.staged(where):
+    if isinstance(source, CheckpointSource):
         reads = (read for spec, of in zip(specs, held) for read in _reads(spec, source, of, where))
         reading, threads = source.read_ahead(reads), 1
     with reading, ThreadPoolExecutor(threads) as pool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.aio import Read
+from engine.checkpoint.aio import Reads
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
 
@@ -84,7 +84,7 @@ class Buffer:
         self._chunk: Chunk | None = None
         self._path: Path | None = None
         self._files: list[int] = []  # a descriptor of that file for each piece: see aio.py
-        self._reads: list[Read] = []
+        self._reads = Reads()
         self._sent: dict[torch.device, torch.cuda.Event] = {}
 
     def start(self, chunk: Chunk) -> None:
@@ -96,15 +96,16 @@ class Buffer:
         if self._path != chunk.info.file:
             self.close()
             self._path = chunk.info.file
+        pieces, begin = range(0, chunk.nbytes, PIECE_BYTES), self.memory.data_ptr()
         try:
-            for i, at in enumerate(_pieces(chunk)):
-                if i == len(self._files):
-                    self._files.append(_open(self._path))
-                if i == len(self._reads):
-                    self._reads.append(Read())
-                nbytes = min(PIECE_BYTES, chunk.nbytes - at)
-                address = self.memory.data_ptr() + at
-                self._reads[i].start(self._files[i], address, nbytes, chunk.offset + at)
+            while len(self._files) < len(pieces):
+                self._files.append(_open(self._path))
+            self._reads.start(
+                [
+                    (file, begin + at, min(PIECE_BYTES, chunk.nbytes - at), chunk.offset + at)
+                    for file, at in zip(self._files, pieces)
+                ]
+            )
         except OSError as e:
             raise _not_read(chunk.info, e) from None
 
@@ -113,12 +114,14 @@ class Buffer:
         assert self._chunk is not None
         info = self._chunk.info
         try:
-            for file, read, at in zip(self._files, self._reads, _pieces(self._chunk)):
-                done = at + read.wait()
-                end = min(at + PIECE_BYTES, self._chunk.nbytes)
-                while done < end:  # the file's end, or what stopped the read: the next one tells
+            for i, count in enumerate(self._reads.wait()):
+                done = i * PIECE_BYTES + count
+                end = min((i + 1) * PIECE_BYTES, self._chunk.nbytes)
+                while (
+                    done < end
+                ):  # the file's end, or what stopped the read: the next one tells
                     rest = self.memory.numpy().data[done:end]
-                    more = os.preadv(file, [rest], self._chunk.offset + done)
+                    more = os.preadv(self._files[i], [rest], self._chunk.offset + done)
                     if not more:
                         raise CheckpointError(
                             f"{info.file} ends inside {info.name}: it changed while loading"
@@ -140,10 +143,9 @@ class Buffer:
 
     def _drain(self) -> None:
         """Nothing is read into the memory any more."""
-        for read in self._reads:
-            if read.running:
-                with contextlib.suppress(OSError):
-                    read.wait()
+        if self._reads.running:
+            with contextlib.suppress(OSError):
+                self._reads.wait()
 
     def close(self) -> None:
         """Nothing is read into the memory any more, and its file is closed; `start` opens one again."""
@@ -156,27 +158,17 @@ class Buffer:
             self.close()
 
 
-def cannot_open(file: Path, error: OSError) -> CheckpointError:
-    """Why a file whose header was read cannot be opened."""
-    if error.errno == errno.EMFILE:
-        return CheckpointError(f"{file}: {error.strerror}: raise `ulimit -n`")
-    return CheckpointError(f"{file}: {error.strerror}: it changed while loading")
-
-
 def _open(file: Path) -> int:
+    """A file whose header was read."""
     try:
         return os.open(file, os.O_RDONLY)
     except OSError as e:
-        raise cannot_open(file, e) from None
+        why = "raise `ulimit -n`" if e.errno == errno.EMFILE else "it changed while loading"
+        raise CheckpointError(f"{file}: {e.strerror}: {why}") from None
 
 
 def _not_read(info: TensorInfo, error: OSError) -> CheckpointError:
     return CheckpointError(f"{info.file}: reading {info.name}: {error.strerror}")
-
-
-def _pieces(chunk: Chunk) -> range:
-    """Where the reads that together read it begin."""
-    return range(0, chunk.nbytes, PIECE_BYTES)
 
 
 class ReadAhead:

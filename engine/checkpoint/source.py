@@ -1,22 +1,21 @@
 """Where weights come from: one rank's slice of one HF tensor at a time.
 
-`CheckpointSource` maps the files, or reads them for CUDA devices, and copies only the slice. dummy.py makes random weights.
+`CheckpointSource` reads files; dummy.py makes random weights.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
-from engine.checkpoint.read_ahead import Wanted, cannot_open
+from engine.checkpoint.read_ahead import Wanted
 from engine.checkpoint.scheme import Scheme, scale_of
 from engine.checkpoint.staging import CHUNK_BYTES, Staging
 from engine.errors import CheckpointError, first_few
@@ -35,7 +34,7 @@ class WeightSource(Protocol):
 
     def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
         """[local shape of the part] on `device`, in the source's own dtype. Indices past the end of
-        the HF tensor are zeros. May be a view of mapped memory: do not write to it."""
+        the HF tensor are zeros."""
         ...
 
 
@@ -106,18 +105,15 @@ def read_pieces(
 
 
 class CheckpointSource:
-    """A Hugging Face directory. On the CPU a slice is a view of the mapped file; on a CUDA device
-    it is read through pinned buffers. Either way only the slice's bytes (a column slice's rows) are
-    touched."""
+    """A Hugging Face directory. Only a slice's bytes (a column slice's rows) are read, through buffers: a mapped file
+    that shrinks would end the process (SIGBUS)."""
 
     def __init__(self, checkpoint: str | Path | CheckpointIndex, chunk_bytes: int = CHUNK_BYTES):
-        """chunk_bytes: of a transfer to a CUDA device. Raises CheckpointError for whatever
+        """chunk_bytes: of a buffer. Raises CheckpointError for whatever
         `open_checkpoint` finds."""
         if not isinstance(checkpoint, CheckpointIndex):
             checkpoint = open_checkpoint(checkpoint)
         self.index = checkpoint
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._lock = threading.Lock()
         self._staging = Staging(chunk_bytes)
 
     def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
@@ -134,12 +130,11 @@ class CheckpointSource:
         fp8: bool = False,
         into: Mapping[int, torch.Tensor] | None = None,
     ) -> Pieces:
-        """rank -> (what `read` gives, None), each byte of the files read once for all ranks of one
-        device type.
+        """rank -> (what `read` gives, None), each byte of the files read once for all ranks.
 
         fp8: a part stored in FP8 with one scale a row or a tensor is (float8_e4m3fn [N, K], fp32
         scale [N]), bits unchanged, NaN among them (scales of blocks cannot be kept by kernels that
-        scale a whole row). into: where the values should go; CUDA ones that need no conversion are
+        scale a whole row). into: where the values should go; those that need no conversion are
         read straight into it, and it is what is given."""
         info = self._info(part)
         is_fp8 = self.index.is_fp8(part.name)
@@ -151,8 +146,11 @@ class CheckpointSource:
             and all(not padding(part, rank) for rank in devices)
             and all(into[rank].dtype == TORCH_DTYPES[info.dtype] for rank in devices)
         )
-        stored = self._read_stored(info, part, devices, into if straight else None)
-        scales = self._row_scales(part, devices) if self.keeps_fp8(part) else {}
+        wanted = Wanted(info, part.axis, _local_ranges(part, devices))
+        stored = self._staging.read(
+            wanted, TORCH_DTYPES[info.dtype], devices, into if straight else None
+        )
+        scales = self._scales(part, devices) if is_fp8 else {}
         pieces: Pieces = {}
         for rank in devices:
             piece, scale = stored.pop(rank), None
@@ -162,18 +160,13 @@ class CheckpointSource:
                 )
                 piece = piece.view(torch.uint8)  # for torch.cat
             elif is_fp8 and self._scheme.block:
-                blocks, columns = self._block_scale(part, rank, piece.device)
-                piece = piece.float().mul_(blocks[:, columns])
+                rows, columns = self._blocks(part, rank, piece.device)
+                piece = piece.float().mul_(scales[rank][rows][:, columns])
             elif is_fp8:
                 piece = piece.float().mul_(scales[rank][:, None])
             piece = pad(apply_layout(piece, part), part, rank)
             pieces[rank] = (piece.view(torch.float8_e4m3fn) if keep else piece), scale
         return pieces
-
-    @staticmethod
-    def staged(devices: Mapping[int, torch.device]) -> bool:
-        """Whether bytes for these devices go through pinned buffers, not through mapped files."""
-        return all(device.type == "cuda" for device in devices.values())
 
     def keeps_fp8(self, part: Part) -> bool:
         """Whether `read_ranks` can give the part as stored: in FP8 with a scale a row."""
@@ -182,15 +175,15 @@ class CheckpointSource:
     def read_ahead(
         self, parts: Iterable[tuple[Part, Mapping[int, torch.device]]]
     ) -> AbstractContextManager[None]:
-        """Inside, what the calls of `read_ranks` to come ask for is read ahead of them: these parts, for these devices
-        (`staged`), in this order, from one thread."""
-        wanted = []
+        """Inside, what the calls of `read_ranks` to come ask for is read ahead of them: these parts, for these devices, in
+        this order, from one thread."""
+        wanted, kinds = [], set()
         for part, devices in parts:
             wanted.append(Wanted(self._info(part), part.axis, _local_ranges(part, devices)))
-            if self.keeps_fp8(part):
+            if self.index.is_fp8(part.name):
                 wanted.append(self._wanted_scales(part, devices))
-        wanted = [each for each in wanted if each.info.shape]  # a scalar is not staged
-        return self._staging.read_ahead(wanted, pinned=torch.cuda.is_available())
+            kinds |= {device.type for device in devices.values()}
+        return self._staging.read_ahead(wanted, pinned="cuda" in kinds)
 
     def check_scales(self) -> None:
         """Read every scale of an FP8 checkpoint: CheckpointError for one that is not finite or not
@@ -200,7 +193,8 @@ class CheckpointSource:
             scale = scale_of(info, self.index.tensors) if self.index.is_fp8(name) else None
             if scale is None:
                 continue
-            values = self._view(scale).float()
+            flat = _flat(scale)
+            values = self._rows(flat, 0, flat.shape[0]).float()
             if not (values.isfinite() & (values > 0)).all():
                 bad.append(scale.name)
         if bad:
@@ -223,62 +217,37 @@ class CheckpointSource:
             )
         return info
 
-    def _read_stored(
-        self,
-        info: TensorInfo,
-        part: Part,
-        devices: Mapping[int, torch.device],
-        into: Mapping[int, torch.Tensor] | None,
-    ) -> dict[int, torch.Tensor]:
-        """Each rank's slice as stored, natural row order, not padded; on CUDA devices `into`, if given."""
-        ranges = _local_ranges(part, devices)
-        if self.staged(devices):
-            wanted = Wanted(info, part.axis, ranges)
-            return self._staging.read(wanted, TORCH_DTYPES[info.dtype], devices, into)
-        whole = self._view(info)
-        if part.axis is None:
-            return dict.fromkeys(devices, whole)
-        return {r: whole.narrow(part.axis, a, b - a) for r, (a, b) in ranges.items()}
-
     def _scale_info(self, part: Part) -> TensorInfo:
         info = scale_of(self.index.tensors[part.name], self.index.tensors)
         if info is None:
             raise CheckpointError(f"{self.index.directory}: {part.name} has no scale")
         return info
 
-    def _row_scales(
-        self, part: Part, devices: Mapping[int, torch.device]
-    ) -> dict[int, torch.Tensor]:
-        """fp32 [rows] of each rank's slice, or [1] of a tensor with one scale."""
+    def _scales(self, part: Part, devices: Mapping[int, torch.device]) -> dict[int, torch.Tensor]:
+        """fp32 [rows] of each rank's slice, [1] of a tensor with one scale, or all blocks' of the tensor."""
         wanted = self._wanted_scales(part, devices)
-        if self.staged(devices) and wanted.info.shape:
-            read = self._staging.read(wanted, TORCH_DTYPES[wanted.info.dtype], devices)
-            return {rank: scale.float().view(-1) for rank, scale in read.items()}
-        scale = self._view(wanted.info).float().view(-1)
-        return {
-            rank: scale[slice(*wanted.ranges[rank]) if wanted.axis == 0 else slice(None)].to(device)
-            for rank, device in devices.items()
-        }
+        read = self._staging.read(wanted, TORCH_DTYPES[wanted.info.dtype], devices)
+        return {rank: scale.float() for rank, scale in read.items()}
 
     def _wanted_scales(self, part: Part, ranks: Iterable[int]) -> Wanted:
-        """Of each rank's rows; the whole of a tensor's one scale."""
-        info = self._scale_info(part)
-        by_row = part.axis == 0 and math.prod(info.shape) > 1
-        return Wanted(info, 0 if by_row else None, _local_ranges(part, ranks))
+        info, ranges = self._scale_info(part), _local_ranges(part, ranks)
+        if self._scheme.block:
+            return Wanted(info, None, ranges)
+        flat = _flat(info)
+        return Wanted(flat, 0 if part.axis == 0 and flat.shape[0] > 1 else None, ranges)
 
-    def _block_scale(
+    def _blocks(
         self, part: Part, rank: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 [rows, column blocks] of this rank's slice, and the block of each local column. Blocks
-        are those of the whole tensor: a shard may begin inside one."""
-        scale = self._view(self._scale_info(part)).float().to(device)
+        """The scale's row of each local row, and its column of each local column. Blocks are those of the whole tensor: a
+        shard may begin inside one."""
         rows, cols = (torch.arange(n, device=device) for n in part.shape)
         span = slice(*local_range(part, rank))
         if part.axis == 0:
             rows = rows[span]
         elif part.axis == 1:
             cols = cols[span]
-        return scale[rows // self._scheme.block], cols // self._scheme.block
+        return rows // self._scheme.block, cols // self._scheme.block
 
     def check_tied(self, specs: Iterable[WeightSpec]) -> None:
         """A checkpoint of tied embeddings may carry an lm_head.weight that no spec asks for; if it
@@ -290,34 +259,22 @@ class CheckpointSource:
             return
         same = head.shape == table.shape and head.dtype == table.dtype
         if same:
-            step = max(1, head.shape[0] // 64)
-            same = torch.equal(self._view(head)[::step], self._view(table)[::step])
+            rows = range(0, head.shape[0], max(1, head.shape[0] // 64))
+            same = all(
+                torch.equal(self._rows(head, i, i + 1), self._rows(table, i, i + 1)) for i in rows
+            )
         if not same:
             raise CheckpointError(
                 f"{self.index.directory}: config.json ties the embeddings, but lm_head.weight is not "
                 'model.embed_tokens.weight; set "tie_word_embeddings": false to use it'
             )
 
-    def _view(self, info: TensorInfo) -> torch.Tensor:
-        """The whole tensor as a view of the mapped file: no bytes are read yet."""
-        dtype = TORCH_DTYPES[info.dtype]
-        if not info.nbytes:
-            return torch.empty(info.shape, dtype=dtype)
-        with self._lock:
-            mapped = self._maps.get(info.file)
-            if mapped is None:
-                try:
-                    with info.file.open("rb") as f:
-                        # A private mapping is writable, which keeps torch from warning about a
-                        # read-only buffer; nothing is ever written.
-                        mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-                except OSError as e:
-                    raise cannot_open(info.file, e) from None
-                except ValueError:  # nothing to map
-                    mapped = mmap.mmap(-1, 1)
-                self._maps[info.file] = mapped
-        if len(mapped) < info.offset + info.nbytes:
-            raise CheckpointError(f"{info.file} ends inside {info.name}: it changed while loading")
-        count = math.prod(info.shape)
-        flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.offset)
-        return flat.view(info.shape)
+    def _rows(self, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+        """Some rows of a tensor on the CPU."""
+        wanted = Wanted(info, 0, {0: (start, stop)})
+        return self._staging.read(wanted, TORCH_DTYPES[info.dtype], {0: torch.device("cpu")})[0]
+
+
+def _flat(info: TensorInfo) -> TensorInfo:
+    """As a vector: a scalar is one of length 1."""
+    return replace(info, shape=(math.prod(info.shape),))

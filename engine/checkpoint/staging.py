@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -10,11 +11,12 @@ import torch
 
 from engine.checkpoint.read_ahead import Buffer, Chunk, ReadAhead, Wanted
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_BYTES = 16 << 20  # of a buffer (read_ahead.py)
 
 
 class Staging:
-    """Reads slices of tensors onto devices. A CPU device takes the same path with ordinary buffers (tests)."""
+    """Reads slices of tensors onto devices. A CPU device takes the same path with ordinary buffers."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES):
         self._chunk_bytes = chunk_bytes
@@ -55,7 +57,17 @@ class Staging:
                 out[rank] = into[rank]
                 assert list(out[rank].shape) == shape and out[rank].dtype == dtype
         rows, width = wanted.rows(), wanted.info.shape[-1]
-        cut = {rank for rank in rows if wanted.axis == 1 and out[rank].shape[1] < width}
+        cut = {
+            r: [column * dtype.itemsize for column in wanted.ranges[r]]
+            for r in rows
+            if wanted.axis == 1 and out[r].shape[1] < width
+        }
+        # As the widest integers that all rows and slices begin and end at: copies between strides go by element.
+        row_bytes = wanted.info.nbytes // wanted.info.shape[0] if rows else 1
+        unit = math.gcd(8, row_bytes, *(at for span in cut.values() for at in span))
+        places = {
+            r: (out[r][:, None] if out[r].ndim == 1 else out[r]).view(_INTEGERS[unit]) for r in rows
+        }
         streams = {
             devices[rank]: torch.cuda.current_stream(devices[rank])
             for rank in rows
@@ -64,8 +76,8 @@ class Staging:
         for chunk in wanted.chunks(self._chunk_bytes):
             ahead = self._ahead if self._ahead and self._ahead.is_next(chunk) else None
             buffer = ahead.take() if ahead else self._read_now(chunk, pinned=bool(streams))
-            held = buffer.memory[: chunk.nbytes].view(dtype)
-            held = held.view(chunk.end - chunk.row, *wanted.info.shape[1:])
+            held = buffer.memory[: chunk.nbytes].view(_INTEGERS[unit])
+            held = held.view(chunk.end - chunk.row, -1)
             landed: dict[torch.device, torch.Tensor] = {}
             for rank, (start, stop) in rows.items():
                 first, last = max(chunk.row, start), min(chunk.end, stop)
@@ -75,8 +87,8 @@ class Staging:
                 if rank in cut:
                     if device not in landed:
                         landed[device] = piece.to(device, non_blocking=True)
-                    piece = landed[device][:, slice(*wanted.ranges[rank])]
-                out[rank][first - start : last - start].copy_(piece, non_blocking=True)
+                    piece = landed[device][:, slice(*(at // unit for at in cut[rank]))]
+                places[rank][first - start : last - start].copy_(piece, non_blocking=True)
             for stream in streams.values():
                 buffer.mark(stream)
             if ahead:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import source as source_module
 from engine.checkpoint.index import open_checkpoint
 from engine.checkpoint.load import FP8_DTYPE, load_rank
 from engine.checkpoint.memory import weight_bytes
+from engine.checkpoint.read_ahead import Buffer
 from engine.checkpoint.source import CheckpointSource
 from engine.errors import CheckpointError
 from engine.weights import Part
@@ -151,14 +151,14 @@ def test_row_padding_of_a_stored_weight(stored):
 
 def refusal(directory: Path, reads: tuple[str, ...] = ()) -> str:
     """The line that loading ends in; only tensors named in `reads` may have been read."""
-    original = source_module.CheckpointSource._view
+    original = Buffer.start
 
-    def watched(self, info):
-        assert info.name.endswith(reads), f"{info.name} was read"
-        return original(self, info)
+    def watched(self, chunk):
+        assert chunk.info.name.endswith(reads), f"{chunk.info.name} was read"
+        original(self, chunk)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source_module.CheckpointSource, "_view", watched)
+        patch.setattr(Buffer, "start", watched)
         with pytest.raises(CheckpointError) as e:
             load(directory, 0, 1)
     assert "\n" not in str(e.value) and str(directory) in str(e.value)

@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import source as source_module
 from engine.checkpoint.index import INDEX, open_checkpoint
 from engine.checkpoint.load import load_rank
+from engine.checkpoint.read_ahead import Buffer
 from engine.checkpoint.safetensors_header import read_header
 from engine.checkpoint.source import CheckpointSource
 from engine.errors import CheckpointError
@@ -45,9 +45,7 @@ def shards(directory: Path) -> list[Path]:
 def refusal(directory: Path) -> str:
     """The one line that loading this directory ends in; fails if any tensor was read before it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            source_module.CheckpointSource, "_view", lambda *_: pytest.fail("a tensor was read")
-        )
+        patch.setattr(Buffer, "start", lambda *_: pytest.fail("a tensor was read"))
         with pytest.raises(CheckpointError) as e:
             load_rank(specs_of(directory), CheckpointSource(directory), 0, "cpu", torch.float32)
     message = str(e.value)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoint import read_ahead
-from engine.checkpoint.aio import Read
+from engine.checkpoint.aio import Reads
 from engine.checkpoint.read_ahead import BUFFERS, Buffer, ReadAhead, Wanted
 from engine.checkpoint.safetensors_header import read_header
 from engine.checkpoint.source import TORCH_DTYPES
@@ -102,10 +102,13 @@ def test_rows_of_an_interleaved_weight_are_filled_in_place(headers, tensors, axi
 @pytest.fixture
 def reads(monkeypatch):
     """(offset, bytes) of each read that was begun."""
-    seen, start = [], Read.start
-    monkeypatch.setattr(
-        Read, "start", lambda self, *args: (seen.append((args[3], args[2])), start(self, *args))[1]
-    )
+    seen, start = [], Reads.start
+
+    def watched(self, reads):
+        seen.extend((offset, nbytes) for _, _, nbytes, offset in reads)
+        start(self, reads)
+
+    monkeypatch.setattr(Reads, "start", watched)
     return seen
 
 
@@ -271,7 +274,7 @@ def test_a_buffer_is_started_anew_while_it_is_read_into(headers, tensors, monkey
     """As after an error in one of its pieces."""
     monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
     first, second = (
-        list(Wanted(headers[name], None, {0: (0, len(tensors[name]))}).chunks(1 << 20))[0]
+        next(Wanted(headers[name], None, {0: (0, len(tensors[name]))}).chunks(1 << 20))
         for name in ("wide", "flat")
     )
     buffer = Buffer(1 << 20, pinned=False)
@@ -311,21 +314,20 @@ def test_asynchronous_reads(tmp_path):
     content = os.urandom(1 << 20)
     file.write_bytes(content)
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
-    reads, descriptors = (
-        [Read() for _ in range(32)],
-        [os.open(file, os.O_RDONLY) for _ in range(32)],
-    )
-    for _ in range(3):
+    files = [os.open(file, os.O_RDONLY) for _ in range(32)]
+    reads, begin = Reads(), memory.data_ptr()
+    for count in (32, 1, 7):
         memory.zero_()
-        for i, (read, descriptor) in enumerate(zip(reads, descriptors)):
-            read.start(descriptor, memory.data_ptr() + (i << 15), 1 << 15, i << 15)
-        assert [read.wait() for read in reads] == [1 << 15] * 32
-        assert memory.numpy().tobytes() == content
-    reads[0].start(descriptors[0], memory.data_ptr(), 100, (1 << 20) - 10)
-    assert reads[0].wait() == 10
-    os.close(descriptors[0])
+        reads.start([(files[i], begin + (i << 15), 1 << 15, i << 15) for i in range(count)])
+        assert reads.running
+        assert reads.wait() == [1 << 15] * count and not reads.running
+        assert memory.numpy().tobytes() == content[: count << 15].ljust(1 << 20, b"\0")
+    reads.start([(files[0], begin, 100, (1 << 20) - 10), (files[1], begin + 100, 100, 1 << 20)])
+    assert reads.wait() == [10, 0]
+    os.close(files[1])
+    reads.start([(file, begin, 100, 0) for file in files[:3]])  # one fails, all are waited for
     with pytest.raises(OSError, match="Bad file descriptor"):
-        reads[0].start(descriptors[0], memory.data_ptr(), 100, 0)
-        reads[0].wait()
-    for descriptor in descriptors[1:]:
+        reads.wait()
+    assert not reads.running
+    for descriptor in {*files} - {files[1]}:
         os.close(descriptor)

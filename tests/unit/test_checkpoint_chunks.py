@@ -1,5 +1,5 @@
-"""Loading as onto GPUs, through the staging buffers and straight into the weights' rows, with CPU tensors in their
-place: the same bits as from the mapped files. tests/gpu/test_checkpoint.py has the transfers and their order."""
+"""Loading in chunks of every size: the same bits, nothing read that was not announced. tests/gpu/test_checkpoint.py has the
+transfers to GPUs and their order."""
 
 from __future__ import annotations
 
@@ -39,16 +39,21 @@ def cast(directory) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_same_bits_as_from_the_mapped_files(directories, monkeypatch, kind, quantization, tp):
+def test_same_bits_in_chunks_of_any_size(directories, kind, quantization, tp):
     directory, devices = directories[kind], dict.fromkeys(range(tp), "cpu")
     specs = CheckpointSource(directory).index.adapt(specs_of(directory, tp))
     want = load_ranks(specs, CheckpointSource(directory), devices, torch.bfloat16, quantization)
-    monkeypatch.setattr(CheckpointSource, "staged", lambda self, devices: True)
-    for chunk in (1, 1 << 10, 1 << 20):
+    for chunk in (1, 1 << 10):
         source = CheckpointSource(directory, chunk)
-        # Whatever is read was announced, in the same order: the placing thread reads nothing.
-        monkeypatch.setattr(source._staging, "_read_now", None)
-        got = load_ranks(specs, source, devices, torch.bfloat16, quantization, threads=3)
+        read_ahead = source.read_ahead
+
+        def announced(parts, source=source, read_ahead=read_ahead):
+            # Whatever is read was announced, in the same order: the placing thread reads nothing itself.
+            source._staging._read_now = None
+            return read_ahead(parts)
+
+        source.read_ahead = announced
+        got = load_ranks(specs, source, devices, torch.bfloat16, quantization)
         for rank, weights in want.items():
             assert list(got[rank]) == list(weights)
             for name, loaded in weights.items():
@@ -64,7 +69,6 @@ def test_nan_of_an_fp8_weight_is_found_where_it_was_read(directories, monkeypatc
     directory = directories["channel"]
     name = "model.layers.1.mlp.gate_proj.weight"  # every other row of gate_up
     specs = CheckpointSource(directory).index.adapt(specs_of(directory, 2))
-    monkeypatch.setattr(CheckpointSource, "staged", lambda self, devices: True)
     source = CheckpointSource(directory)
     read = source._staging.read
 
