@@ -2,6 +2,8 @@
 
 glibc serves one read of a file descriptor at a time, so reads that should overlap need descriptors of their own; it runs
 THREADS of them at once. `struct aiocb` below is glibc's on 64-bit Linux, the only C library that torch's CUDA builds are for.
+With another, and in a forked child of a process that has read (its reading threads stay behind, and a read would wait
+for them for ever), `Reads` reads nothing and says so: the caller reads.
 """
 
 from __future__ import annotations
@@ -52,13 +54,21 @@ class _Init(ctypes.Structure):
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _loaded() -> tuple[ctypes.CDLL | None, int]:
+    """glibc's functions, and the process whose they are."""
     library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "gnu_get_libc_version") or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None, os.getpid()
     if not hasattr(library, "aio_read"):  # before glibc 2.34
         library = ctypes.CDLL("librt.so.1", use_errno=True)
     library.aio_return.restype = ctypes.c_ssize_t
     library.aio_init(ctypes.byref(_Init(threads=THREADS, num=64, idle_time=1)))
-    return library
+    return library, os.getpid()
+
+
+def _library() -> ctypes.CDLL | None:
+    library, process = _loaded()
+    return library if os.getpid() == process else None
 
 
 class Reads:
@@ -83,14 +93,18 @@ class Reads:
             control.error_code = 0  # of one that is not accepted: it is not running
         self._count = len(reads)
         pointers = (ctypes.POINTER(_Control) * self._count)(*self._pointers[: self._count])
-        if _library().lio_listio(_LIO_NOWAIT, pointers, self._count, None):
+        library = _library()
+        if library and library.lio_listio(_LIO_NOWAIT, pointers, self._count, None):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
     def wait(self) -> list[int]:
-        """Bytes that each read: fewer than asked for at the file's end. Raises OSError when all have ended. A signal's
-        handler runs, and may raise, while it waits; `wait` again then."""
+        """Bytes that each read: fewer than asked for at the file's end, none where this does not read. Raises OSError when
+        all have ended. A signal's handler runs, and may raise, while it waits; `wait` again then."""
         library, counts, failed = _library(), [], 0
+        if library is None:
+            counts, self._count = [0] * self._count, 0
+            return counts
         for pointer in self._pointers[: self._count]:
             while (number := library.aio_error(pointer)) == errno.EINPROGRESS:
                 library.aio_suspend(ctypes.byref(pointer), 1, None)

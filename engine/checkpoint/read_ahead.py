@@ -119,7 +119,7 @@ class Buffer:
                 end = min((i + 1) * PIECE_BYTES, self._chunk.nbytes)
                 while (
                     done < end
-                ):  # the file's end, or what stopped the read: the next one tells
+                ):  # the file's end, or what stopped the read: the next one tells; or nothing was read
                     rest = self.memory.numpy().data[done:end]
                     more = os.preadv(self._files[i], [rest], self._chunk.offset + done)
                     if not more:

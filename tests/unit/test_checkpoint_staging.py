@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import resource
 import weakref
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint import read_ahead
+from engine.checkpoint import aio, read_ahead
 from engine.checkpoint.aio import Reads
 from engine.checkpoint.read_ahead import BUFFERS, Buffer, ReadAhead, Wanted
 from engine.checkpoint.safetensors_header import read_header
@@ -268,6 +269,36 @@ def test_a_file_that_is_gone_is_an_error_in_its_turn(tmp_path):
         for _ in range(2):
             with pytest.raises(CheckpointError, match="No such file or directory: it changed"):
                 staging.read(order[1], torch.float32, {0: CPU})
+
+
+@pytest.mark.parametrize("piece", [7, 1 << 20])
+def test_another_c_library(headers, tensors, monkeypatch, piece):
+    monkeypatch.setattr(aio, "_library", lambda: None)
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", piece)
+    staging, order = Staging(100), wanted_rows(headers, 20)
+    with staging.read_ahead(order, pinned=False):
+        for wanted in order:
+            check(staging, wanted, tensors)
+
+
+def test_a_forked_child_reads_without_the_threads_of_its_parent(headers, tensors):
+    """With reads of the parent under way, and before its idle threads end."""
+    staging, order = Staging(48), wanted_rows(headers, 20)
+
+    def body():
+        for wanted in order[1:]:
+            check(staging, wanted, tensors)
+        staging._ahead.close()
+        check(Staging(100), order[0], tensors)
+
+    with staging.read_ahead(order, pinned=False):
+        check(staging, order[0], tensors)
+        child = multiprocessing.get_context("fork").Process(target=body, daemon=True)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        for wanted in order[1:]:
+            check(staging, wanted, tensors)
 
 
 def test_a_buffer_is_started_anew_while_it_is_read_into(headers, tensors, monkeypatch):
