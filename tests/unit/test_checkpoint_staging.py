@@ -1,11 +1,8 @@
-"""The chunked reader of the CUDA path, run on CPU buffers: every chunk boundary, every axis."""
+"""The chunked reader, onto CPU tensors: every chunk boundary, every axis; what is read when, and what an error does."""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
-import resource
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint import aio, read_ahead
+from engine.checkpoint import read_ahead
 from engine.checkpoint.aio import Reads
 from engine.checkpoint.read_ahead import BUFFERS, Buffer, ReadAhead, Wanted
 from engine.checkpoint.safetensors_header import read_header
@@ -128,6 +125,15 @@ def test_a_byte_is_read_once_for_all_ranks(headers, tensors, reads):
         assert len({at for at, _ in reads}) == len(reads)
 
 
+@pytest.mark.parametrize("chunk, gap", [(48, 0), (480, 16), (1 << 20, 26)])
+def test_rows_that_no_rank_needs_are_not_read(headers, chunk, gap):
+    """Before the first, behind the last, and whole chunks between them; a row of "wide" is 48 bytes."""
+    wanted = Wanted(headers["wide"], 0, {0: (30, 36), 1: (2, 4), 2: (37, 37)})
+    chunks = list(wanted.chunks(chunk))
+    assert (chunks[0].row, chunks[-1].end) == (2, 36)
+    assert sum(each.nbytes for each in chunks) == (2 + gap + 6) * 48
+
+
 def test_threads_do_not_share_buffers(headers, tensors):
     staging = Staging(100)
     info = headers["wide"]
@@ -165,6 +171,12 @@ def check(staging, wanted, tensors):
     got = staging.read(wanted, dtype, dict.fromkeys(wanted.ranges, CPU))
     for rank, (start, stop) in wanted.ranges.items():
         assert same(got[rank], tensors[wanted.info.name][start:stop])
+
+
+def test_a_row_may_be_longer_than_the_buffer_so_far(headers, tensors):
+    staging = Staging(1)
+    for name in ("flat", "fp8", "wide", "fp8"):
+        check(staging, Wanted(headers[name], None, {0: (0, len(tensors[name]))}), tensors)
 
 
 @pytest.mark.parametrize("chunk, piece", [(1, 1), (100, 48), (1 << 20, 7), (1 << 20, 1 << 20)])
@@ -227,6 +239,15 @@ def test_a_buffer_on_its_way_is_waited_for_only_when_it_is_needed(headers):
     assert sum(transfer.waits for transfer in given) == len(chunks) - BUFFERS
 
 
+def test_a_buffer_is_busy_until_it_is_on_every_device():
+    buffer, first, second = Buffer(1, pinned=False), Transfer(), Transfer()
+    buffer._sent = {torch.device("cuda", i): each for i, each in enumerate((first, second))}
+    for each in (first, second):
+        assert buffer.busy
+        each.synchronize()
+    assert not buffer.busy
+
+
 def test_leaving_early_waits_for_what_is_being_read(headers, tensors):
     staging, order = Staging(48), wanted_rows(headers, 40)
     for taken in (0, 1, 25):
@@ -274,99 +295,3 @@ def test_a_file_that_is_gone_is_an_error_in_its_turn(tmp_path):
         for _ in range(2):
             with pytest.raises(CheckpointError, match="No such file or directory: it changed"):
                 staging.read(order[1], torch.float32, {0: CPU})
-
-
-@pytest.mark.parametrize("piece", [7, 1 << 20])
-def test_another_c_library(headers, tensors, monkeypatch, piece):
-    """And a system that reads as little as it likes at once."""
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, into, at: preadv(file, [into[0][:5]], at))
-    monkeypatch.setattr(aio, "_library", lambda: None)
-    monkeypatch.setattr(read_ahead, "PIECE_BYTES", piece)
-    staging, order = Staging(100), wanted_rows(headers, 20)
-    with staging.read_ahead(order, pinned=False):
-        for wanted in order:
-            check(staging, wanted, tensors)
-
-
-def test_a_forked_child_reads_without_the_threads_of_its_parent(headers, tensors):
-    """With reads of the parent under way, and before its idle threads end."""
-    staging, order = Staging(48), wanted_rows(headers, 20)
-
-    def body():
-        for wanted in order[1:]:
-            check(staging, wanted, tensors)
-        staging._ahead.close()
-        check(Staging(100), order[0], tensors)
-
-    with staging.read_ahead(order, pinned=False):
-        check(staging, order[0], tensors)
-        child = multiprocessing.get_context("fork").Process(target=body, daemon=True)
-        child.start()
-        child.join(20)
-        assert child.exitcode == 0
-        for wanted in order[1:]:
-            check(staging, wanted, tensors)
-
-
-def test_a_buffer_is_started_anew_while_it_is_read_into(headers, tensors, monkeypatch):
-    """As after an error in one of its pieces."""
-    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
-    first, second = (
-        next(Wanted(headers[name], None, {0: (0, len(tensors[name]))}).chunks(1 << 20))
-        for name in ("wide", "flat")
-    )
-    buffer = Buffer(1 << 20, pinned=False)
-    for chunk in (first, second, first):
-        buffer.start(chunk)
-    buffer.finish()
-    held = buffer.memory[: first.nbytes].view(torch.bfloat16).view(37, 24)
-    assert torch.equal(held, tensors["wide"])
-
-
-def test_leaving_closes_the_files_though_an_error_is_held(tmp_path):
-    """A traceback keeps the buffers alive, and a future its exception."""
-    file = tmp_path / "model.safetensors"
-    save_file({"a": torch.arange(64.0)}, file)
-    wanted = Wanted(read_header(file)["a"], None, {0: (0, 64)})
-    file.write_bytes(file.read_bytes()[:-8])
-    staging, before = Staging(4), os.listdir("/proc/self/fd")
-    with pytest.raises(CheckpointError) as held, staging.read_ahead([wanted], pinned=False):
-        staging.read(wanted, torch.float32, {0: CPU})
-    assert held.value.__traceback__ and len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def test_too_few_descriptors_are_named(headers, monkeypatch):
-    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
-    wanted = Wanted(headers["wide"], None, {0: (0, 37)})
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
-    try:
-        with pytest.raises(CheckpointError, match=r"Too many open files: raise `ulimit -n`$"):
-            Staging().read(wanted, torch.bfloat16, {0: CPU})
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_asynchronous_reads(tmp_path):
-    file = tmp_path / "numbers"
-    content = os.urandom(1 << 20)
-    file.write_bytes(content)
-    memory = torch.zeros(1 << 20, dtype=torch.uint8)
-    files = [os.open(file, os.O_RDONLY) for _ in range(32)]
-    reads, begin = Reads(), memory.data_ptr()
-    for count in (32, 1, 7):
-        memory.zero_()
-        reads.start([(files[i], begin + (i << 15), 1 << 15, i << 15) for i in range(count)])
-        assert reads.running
-        assert reads.wait() == [1 << 15] * count and not reads.running
-        assert memory.numpy().tobytes() == content[: count << 15].ljust(1 << 20, b"\0")
-    reads.start([(files[0], begin, 100, (1 << 20) - 10), (files[1], begin + 100, 100, 1 << 20)])
-    assert reads.wait() == [10, 0]
-    os.close(files[1])
-    reads.start([(file, begin, 100, 0) for file in files[:3]])  # one fails, all are waited for
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        reads.wait()
-    assert not reads.running
-    for descriptor in {*files} - {files[1]}:
-        os.close(descriptor)

@@ -1,0 +1,164 @@
+"""What is under the chunked reader: asynchronous reads and what stands in for them, descriptors, transfers under way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.checkpoint import aio, read_ahead
+from engine.checkpoint.aio import Reads
+from engine.checkpoint.read_ahead import Buffer, ReadAhead, Wanted
+from engine.checkpoint.safetensors_header import read_header
+from engine.checkpoint.staging import Staging
+from engine.errors import CheckpointError
+
+CPU = torch.device("cpu")
+VALUES = torch.randn(99, 12, generator=torch.Generator().manual_seed(0))  # rows of 48 bytes
+
+
+@pytest.fixture(scope="module")
+def info(tmp_path_factory):
+    file = tmp_path_factory.mktemp("reads") / "model.safetensors"
+    save_file({"a": VALUES}, file)
+    return read_header(file)["a"]
+
+
+@pytest.fixture
+def rows(info):
+    """Its rows, three by three."""
+    return [Wanted(info, 0, {0: (i, i + 3)}) for i in range(0, 99, 3)]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def check(staging: Staging, wanted: Wanted) -> None:
+    [(start, stop)] = wanted.ranges.values()
+    assert torch.equal(staging.read(wanted, torch.float32, {0: CPU})[0], VALUES[start:stop])
+
+
+def test_asynchronous_reads(tmp_path):
+    file = tmp_path / "numbers"
+    content = os.urandom(1 << 20)
+    file.write_bytes(content)
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    files = [os.open(file, os.O_RDONLY) for _ in range(32)]
+    reads, begin = Reads(), memory.data_ptr()
+    for count in (32, 1, 7):
+        memory.zero_()
+        reads.start([(files[i], begin + (i << 15), 1 << 15, i << 15) for i in range(count)])
+        assert reads.running
+        assert reads.wait() == [1 << 15] * count and not reads.running
+        assert memory.numpy().tobytes() == content[: count << 15].ljust(1 << 20, b"\0")
+    reads.start([(files[0], begin, 100, (1 << 20) - 10), (files[1], begin + 100, 100, 1 << 20)])
+    assert reads.wait() == [10, 0]
+    os.close(files[1])
+    reads.start([(file, begin, 100, 0) for file in files[:3]])  # one fails, all are waited for
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        reads.wait()
+    assert not reads.running
+    for descriptor in {*files} - {files[1]}:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("piece", [7, 1 << 20])
+def test_another_c_library(rows, monkeypatch, piece):
+    """And a system that reads as little as it likes at once."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: preadv(file, [into[0][:5]], at))
+    monkeypatch.setattr(aio, "_library", lambda: None)
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", piece)
+    staging = Staging(100)
+    with staging.read_ahead(rows, pinned=False):
+        for wanted in rows:
+            check(staging, wanted)
+
+
+def test_a_forked_child_reads_without_the_threads_of_its_parent(rows):
+    """With reads of the parent under way, and before its idle threads end."""
+    staging = Staging(48)
+
+    def body():
+        for wanted in rows[1:]:
+            check(staging, wanted)
+        staging._ahead.close()
+        check(Staging(100), rows[0])
+
+    with staging.read_ahead(rows, pinned=False):
+        check(staging, rows[0])
+        child = multiprocessing.get_context("fork").Process(target=body, daemon=True)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        for wanted in rows[1:]:
+            check(staging, wanted)
+
+
+def test_a_buffer_is_started_anew_while_it_is_read_into(info, monkeypatch):
+    """As after an error in one of its pieces."""
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
+    first, second = Wanted(info, None, {0: (0, 99)}).chunks(66 * 48)
+    buffer = Buffer(first.nbytes, pinned=False)
+    for chunk in (first, second, first):
+        buffer.start(chunk)
+    buffer.finish()
+    assert torch.equal(buffer.memory.view(torch.float32).view(66, 12), VALUES[:66])
+
+
+def test_transfers_to_every_gpu_are_marked_before_a_buffer_is_given_back(rows, monkeypatch):
+    """Else it would be read into while they run. CPU tensors in the place of the GPUs'."""
+    devices = {0: torch.device("cuda", 0), 1: torch.device("cuda", 1)}
+    marked: list[tuple[Buffer, object]] = []
+    given, give = [], ReadAhead.give
+
+    def checked(self, buffer):
+        given.append(buffer)
+        assert marked[-2:] == [(buffer, "stream of cuda:0"), (buffer, "stream of cuda:1")]
+        give(self, buffer)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(Buffer, "mark", lambda *args: marked.append(args))
+    monkeypatch.setattr(ReadAhead, "give", checked)
+    staging, into = Staging(48), dict.fromkeys(devices, torch.empty(3, 12))
+    both = [Wanted(each.info, 0, dict.fromkeys(devices, each.ranges[0])) for each in rows]
+    with staging.read_ahead(both, pinned=False):
+        for wanted in both:
+            staging.read(wanted, torch.float32, devices, into)
+    assert len(given) == 99
+
+
+def test_leaving_closes_the_files_though_an_error_is_held(tmp_path):
+    """A traceback keeps the buffers alive, and a future its exception."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(64.0)}, file)
+    wanted = Wanted(read_header(file)["a"], None, {0: (0, 64)})
+    file.write_bytes(file.read_bytes()[:-8])
+    staging, before = Staging(4), descriptors()
+    with pytest.raises(CheckpointError) as held, staging.read_ahead([wanted], pinned=False):
+        staging.read(wanted, torch.float32, {0: CPU})
+    assert held.value.__traceback__ and descriptors() == before
+
+
+def test_a_source_takes_its_file_along(rows):
+    before, staging = descriptors(), Staging()
+    check(staging, rows[0])
+    assert descriptors() == before + 1
+    del staging
+    assert descriptors() == before
+
+
+def test_too_few_descriptors_are_named(info, monkeypatch):
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 40, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"Too many open files: raise `ulimit -n`$"):
+            Staging().read(Wanted(info, None, {0: (0, 99)}), torch.float32, {0: CPU})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
