@@ -279,9 +279,9 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(command, capsy
     monkeypatch.setattr("engine.bench.sweep._gpus", nothing)
     monkeypatch.setattr("engine.bench.startup.once", nothing)
     argv = [command, "qwen2.5-7b", "--load-format", "dummy", "--device", "cpu"]
-    assert main([*argv, "--output-json", "/nonexistent/x"]) == 2
+    assert main([*argv, "--output-json", "/dev/null/x"]) == 2
     err = capsys.readouterr().err
-    assert err == "error: --output-json /nonexistent/x: No such file or directory\n"
+    assert err == "error: --output-json /dev/null/x: Not a directory\n"
 
 
 def test_check_output_leaves_what_was_there(tmp_path):

@@ -204,7 +204,7 @@ def test_rows_of_short_prompts_do_not_say_fp8(monkeypatch, capsys):
         (["--input-lens", "16,x"], "--input-lens: 'x' is not"),
         (["--input-lens", "0"], "--input-lens: '0' is not"),
         (["--prefill-activations", "fp8"], "needs FP8 weights"),
-        (["--png", "/nonexistent/x.png"], "--png /nonexistent/x.png: No such file"),
+        (["--png", "/dev/null/x.png"], "--png /dev/null/x.png: Not a directory"),
     ],
 )
 def test_ttft_checks_its_arguments_first(flags, problem, capsys, monkeypatch):

@@ -377,6 +377,6 @@ def test_bad_arguments_are_one_line(args, capsys):
 
 @pytest.mark.parametrize("flag", ["--json", "--trace", "--png"])
 def test_an_output_that_cannot_be_written_is_said_first(flag, capsys):
-    assert main([*DUMMY, flag, "/nonexistent/x"]) == 2
+    assert main([*DUMMY, flag, "/dev/null/x"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err == f"error: {flag} /nonexistent/x: No such file or directory\n"
+    assert out == "" and err == f"error: {flag} /dev/null/x: Not a directory\n"
