@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import resource
@@ -65,6 +66,29 @@ def test_asynchronous_reads(tmp_path):
     assert not reads.running
     for descriptor in {*files} - {files[1]}:
         os.close(descriptor)
+
+
+def test_a_signal_while_waiting(info, monkeypatch):
+    """Ctrl-C: the reads run on, and are waited for again before their memory goes."""
+    memory, reads = torch.zeros(48, dtype=torch.uint8), Reads()
+    with open(info.file, "rb") as file:
+        reads.start([(file.fileno(), memory.data_ptr(), 48, info.offset)])
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(aio, "_library", Signalled)
+            reads.wait()
+        assert reads.running
+        assert reads.wait() == [48]
+    assert torch.equal(memory.view(torch.float32), VALUES[0])
+
+
+class Signalled:
+    """A library whose reads do not end before a signal comes."""
+
+    def aio_error(self, pointer):
+        return errno.EINPROGRESS
+
+    def aio_suspend(self, *args):
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("piece", [7, 1 << 20])
