@@ -126,8 +126,9 @@ def load_ranks(
 
     A checkpoint is read ahead, many reads at once, and one thread puts what was read in its place.
     Other weights are made by `threads` threads (default: 1 on CPU, where torch itself uses every core, else 4 a rank, 8
-    to 16). A `CheckpointSource` is first checked against the specs. A weight whose rows are rows of another (lm_head of tied embeddings) is a view of it.
-    Raises CheckpointError: before any tensor is read, but for a file that changes meanwhile, and NaN or inf, found at the end.
+    to 16). A `CheckpointSource` is first checked against the specs. A weight whose rows are rows of another (lm_head of
+    tied embeddings) is a view of it. Raises CheckpointError: before any tensor is read, but for a file that changes
+    meanwhile, and NaN or inf, found at the end.
     """
     specs = list(specs.values() if isinstance(specs, Mapping) else specs)
     if isinstance(source, CheckpointSource):

@@ -68,6 +68,24 @@ def test_asynchronous_reads(tmp_path):
         os.close(descriptor)
 
 
+def test_a_read_that_is_not_accepted(info):
+    """The others run, and are waited for."""
+    memory, reads = torch.zeros(96, dtype=torch.uint8), Reads()
+    with open(info.file, "rb") as file:
+        each = [(file.fileno(), memory.data_ptr() + i * 48, 48, info.offset) for i in range(2)]
+        reads.start(each)
+        assert reads.wait() == [48, 48]
+        memory.zero_()
+        reads._controls[0].reqprio = 99
+        with pytest.raises(OSError, match="Invalid argument"):
+            reads.start(each)
+        assert reads.running
+        with pytest.raises(OSError, match="Invalid argument"):
+            reads.wait()
+        assert not reads.running
+    assert torch.equal(memory[48:].view(torch.float32), VALUES[0])
+
+
 def test_a_signal_while_waiting(info, monkeypatch):
     """Ctrl-C: the reads run on, and are waited for again before their memory goes."""
     memory, reads = torch.zeros(48, dtype=torch.uint8), Reads()
