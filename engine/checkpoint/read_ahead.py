@@ -117,9 +117,8 @@ class Buffer:
             for i, count in enumerate(self._reads.wait()):
                 done = i * PIECE_BYTES + count
                 end = min((i + 1) * PIECE_BYTES, self._chunk.nbytes)
-                while (
-                    done < end
-                ):  # the file's end, or what stopped the read: the next one tells; or nothing was read
+                # At the file's end, behind what stopped the read (this one tells), or where aio reads nothing.
+                while done < end:
                     rest = self.memory.numpy().data[done:end]
                     more = os.preadv(self._files[i], [rest], self._chunk.offset + done)
                     if not more:
