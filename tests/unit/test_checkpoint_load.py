@@ -183,11 +183,19 @@ def test_fp8_zero_and_tiny_rows_are_safe():
 
 
 def test_fp8_chunks_change_nothing(monkeypatch):
-    weight = torch.randn(37, 16)
-    quantized, scale = quantize_rows(weight)
-    monkeypatch.setattr(load_module, "_QUANTIZE_CHUNK", 5 * 16)
-    again, scale_again = quantize_rows(weight)
-    assert torch.equal(quantized.float(), again.float()) and torch.equal(scale, scale_again)
+    weight, size = torch.randn(37, 16), load_module._QUANTIZE_CHUNK
+    for largest in (None, torch.arange(4.0, 41.0)):
+        monkeypatch.setattr(load_module, "_QUANTIZE_CHUNK", size)
+        quantized, scale = quantize_rows(weight, largest)
+        monkeypatch.setattr(load_module, "_QUANTIZE_CHUNK", 5 * 16)
+        again, scale_again = quantize_rows(weight, largest)
+        assert torch.equal(quantized.float(), again.float()) and torch.equal(scale, scale_again)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_rank_without_rows(quantization):
+    spec, source = whole_spec(torch.empty(0, 4), quantizable=True)
+    assert materialize(spec, source, 0, "cpu", torch.bfloat16, quantization).weight.shape == (0, 4)
 
 
 def test_quantising_leaves_its_input_alone():

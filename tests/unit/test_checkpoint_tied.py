@@ -54,9 +54,10 @@ def test_quantised_head_is_not_a_view(tied):
     assert loaded["embed"].weight.dtype == torch.bfloat16
 
 
-def add_head(directory: Path, change: float) -> None:
+def add_head(directory: Path, change: float, first_row: int = 0) -> None:
     tensors = load_file(directory / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() + change
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][first_row:] += change
     save_file(tensors, directory / "model.safetensors")
 
 
@@ -72,3 +73,9 @@ def test_superfluous_lm_head_that_differs_is_refused(tied):
     edit_json(tied / "config.json", tie_word_embeddings=False)  # what the message says
     loaded = load_rank(specs_of(tied), CheckpointSource(tied), 0, "cpu", torch.float32)
     assert torch.equal(loaded["lm_head"].weight, loaded["embed"].weight + 1)
+
+
+def test_superfluous_lm_head_that_differs_at_its_end_is_refused(tied):
+    add_head(tied, 1, first_row=250)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not"):
+        load_rank(specs_of(tied), CheckpointSource(tied), 0, "cpu", torch.float32)
