@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.deployment import numbers, script
+from bench.deployment import decode_rows, script
 from bench.rows import Rows
 from bench.timing import graph_us
 from engine.config import preset
@@ -171,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: see bench.deployment; 1 if tokens differ."""
     parser = Parser(prog="python -m bench.argmax", description=__doc__)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds")
-    parser.add_argument("--rows", type=numbers, default="1,8", help="of decode, comma-separated")
+    parser.add_argument(
+        "--rows", type=decode_rows, default="1,8", help="of decode, comma-separated"
+    )
     return script(parser, measure_all, argv)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from engine.config import EngineConfig, preset
 from engine.console import Parser, run
 from engine.errors import EngineError
+from engine.graph.facts import GEMV_MAX_ROWS as MAX_ROWS
 
 FORM = "MODEL:QUANTIZATION:TP[:SHARD_OF], such as qwen2.5-7b:none:1 or qwen2.5-72b:fp8:2:8"
 QUANTIZATIONS = ("none", "fp8")
@@ -129,6 +130,14 @@ def numbers(text: str) -> list[int]:
             raise argparse.ArgumentTypeError(
                 f"{item!r} is not a whole number above 0; the form is N[,N...], such as 1,8"
             )
+    return found
+
+
+def decode_rows(text: str) -> list[int]:
+    """`numbers` of rows that a GEMV takes: an argparse type."""
+    found = numbers(text)
+    if max(found) > MAX_ROWS:
+        raise argparse.ArgumentTypeError(f"{max(found)}: a decode step has {MAX_ROWS} rows at most")
     return found
 
 

@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.deployment import choices, numbers, script, shapes
+from bench.deployment import choices, decode_rows, script, shapes
 from bench.gemv_workers import Problem, Weight, short, weights
 from bench.rows import Rows
 from engine.config import preset
@@ -332,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="fp8,bf16",
         help="of the weights, comma-separated: fp8, bf16",
     )
-    parser.add_argument("--rows", type=numbers, default="1", help="of decode, comma-separated")
+    parser.add_argument("--rows", type=decode_rows, default="1", help="of decode, comma-separated")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds")
     return script(parser, measure_all, argv)
 

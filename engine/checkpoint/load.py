@@ -166,15 +166,17 @@ def load_ranks(
         return checks
 
     threads = threads or (min(16, max(8, 4 * len(where))) if on_cuda else 1)
-    reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    reading: contextlib.AbstractContextManager[Callable[[], None]]
+    reading = contextlib.nullcontext(lambda: None)
     if isinstance(source, CheckpointSource):
         reads = (read for spec, of in zip(specs, held) for read in _reads(spec, source, of, where))
         reading, threads = source.read_ahead(reads), 1
-    with reading, ThreadPoolExecutor(threads) as pool:
+    with reading as stop, ThreadPoolExecutor(threads) as pool:
         try:
             futures = [pool.submit(load, *each) for each in zip(specs, held)]
             found = [future.result() for future in futures]
         except BaseException:
+            stop()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     for device in on_cuda:

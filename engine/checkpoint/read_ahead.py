@@ -182,14 +182,17 @@ class ReadAhead:
         self._free: deque[Buffer] = deque()
         self._reading: deque[Buffer] = deque()
         self._error: CheckpointError | None = None
+        self._stopped = False
 
     def is_next(self, chunk: Chunk) -> bool:
         """Whether `take` would give this one."""
         return self._taken < len(self._chunks) and self._chunks[self._taken] == chunk
 
     def take(self) -> Buffer:
-        """The next chunk. Raises CheckpointError if it cannot be read, and from then on."""
+        """The next chunk. Raises CheckpointError if it cannot be read, and from then on, and behind `stop`."""
         self._start()
+        if self._stopped:
+            raise CheckpointError("loading was stopped")
         if self._error and not self._reading:
             raise self._error
         buffer = self._reading.popleft()
@@ -206,6 +209,10 @@ class ReadAhead:
         """It was taken, and its transfers are marked."""
         self._free.append(buffer)
         self._start()
+
+    def stop(self) -> None:
+        """From any thread: the one that takes ends at its next chunk, not at the end of a weight of 240 MB."""
+        self._stopped = True
 
     def close(self) -> None:
         """End what is being read, and close the files: an exception may keep this alive for long."""

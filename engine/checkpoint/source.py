@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -174,9 +174,9 @@ class CheckpointSource:
 
     def read_ahead(
         self, parts: Iterable[tuple[Part, Mapping[int, torch.device]]]
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Callable[[], None]]:
         """Inside, what the calls of `read_ranks` to come ask for is read ahead of them: these parts, for these devices, in
-        this order, from one thread."""
+        this order, from one thread. Gives what stops it, from any thread."""
         wanted, kinds = [], set()
         for part, devices in parts:
             wanted.append(Wanted(self._info(part), part.axis, _local_ranges(part, devices)))

@@ -259,7 +259,7 @@ LISTS = {
     gemm: {"--tokens": "512,0", "--dtypes": "fp9"},
     gemv: {"--dtypes": "bf16,"},
     poll: {"--dtypes": "w8a8", "--rows": "1,x"},
-    argmax: {"--rows": "1,,8"},
+    argmax: {"--rows": "9"},
     load: {"--chunks": "4,x"},
     all_reduce: {"--sections": "latency,tunes"},
     all_reduce_soak: {"--forms": "one", "--worlds": "2,3"},

@@ -10,9 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.checkpoint import load as load_module
 from engine.checkpoint.load import load_rank
+from engine.checkpoint.read_ahead import Buffer
 from engine.checkpoint.source import CheckpointSource
 from engine.errors import CheckpointError
 from engine.weights import Part, WeightSpec
@@ -98,3 +100,26 @@ def test_an_interrupted_load_makes_no_further_weight(monkeypatch, where):
     with pytest.raises(KeyboardInterrupt):
         load_rank([spec] * count, Slow(), 0, "cpu", torch.float32)
     assert len(submitted) == count and len(seen) < count / 2
+
+
+def test_an_interrupted_load_ends_inside_a_weight(tmp_path, monkeypatch):
+    save_file({"p": torch.ones(400, 8)}, tmp_path / "model.safetensors")
+    source = CheckpointSource(tmp_path, chunk_bytes=32)  # a row
+    finish, finished, begun = Buffer.finish, [], threading.Event()
+
+    def slow(self):
+        finish(self)
+        finished.append(self)
+        begun.set()
+        time.sleep(0.005)
+
+    def interrupt(*_):
+        assert begun.wait(10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Buffer, "finish", slow)
+    monkeypatch.setattr(Future, "result", interrupt)
+    spec = WeightSpec("w", (Part("p", (400, 8), None, ()),))
+    with pytest.raises(KeyboardInterrupt):
+        load_rank([spec], source, 0, "cpu", torch.float32)
+    assert 0 < len(finished) < 200
