@@ -12,10 +12,10 @@ from typing import Any
 from engine.config import EngineConfig, preset
 from engine.console import Parser, run
 from engine.errors import EngineError
-from engine.graph.facts import GEMV_MAX_ROWS as MAX_ROWS
 
 FORM = "MODEL:QUANTIZATION:TP[:SHARD_OF], such as qwen2.5-7b:none:1 or qwen2.5-72b:fp8:2:8"
 QUANTIZATIONS = ("none", "fp8")
+MAX_ROWS = 8  # of a decode step: engine.kernels.gemv.MAX_ROWS, without the import of torch
 NO_GPU = "bench.{} needs a CUDA device; here is none"
 
 
@@ -137,7 +137,9 @@ def decode_rows(text: str) -> list[int]:
     """`numbers` of rows that a GEMV takes: an argparse type."""
     found = numbers(text)
     if max(found) > MAX_ROWS:
-        raise argparse.ArgumentTypeError(f"{max(found)}: a decode step has {MAX_ROWS} rows at most")
+        raise argparse.ArgumentTypeError(
+            f"{max(found)} is not 1 to {MAX_ROWS}, the rows of a decode step"
+        )
     return found
 
 

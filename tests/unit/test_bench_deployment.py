@@ -23,9 +23,19 @@ from bench import (
     rows,
     ttft,
 )
-from bench.deployment import choices, each, linear_shapes, numbers, parse, shapes
+from bench.deployment import (
+    MAX_ROWS,
+    choices,
+    decode_rows,
+    each,
+    linear_shapes,
+    numbers,
+    parse,
+    shapes,
+)
 from bench.latency import decode_ahead, generate
 from engine.errors import EngineError
+from engine.kernels import gemv as gemv_op
 from engine.runtime.buckets import prefill_buckets
 from tests.unit.fakes import FakeExecutor
 
@@ -246,6 +256,10 @@ def test_lists_are_parsed():
 def test_numbers_name_the_wrong_one(text, item):
     with pytest.raises(ArgumentTypeError, match=f"^{item!r} is not a whole number above 0"):
         numbers(text)
+
+
+def test_a_decode_step_has_as_many_rows_as_a_gemv_takes():
+    assert MAX_ROWS == gemv_op.MAX_ROWS and decode_rows("1,8") == [1, 8]
 
 
 @pytest.mark.parametrize("text,item", [("fp9", "fp9"), ("fp8,", ""), ("", ""), ("fp8, bf16", " bf16")])  # fmt: skip
