@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from engine.metadata import read_object
 from engine.model_config import ModelConfig
 from engine.rope_config import read_rope
 
@@ -78,10 +79,8 @@ _MATHS = re.compile(
 )
 
 
-def from_hf(config: Any, name: str) -> ModelConfig:
+def from_hf(config: dict[str, Any], name: str) -> ModelConfig:
     """ModelConfig from the dict of an HF `config.json`. Raises EngineError for what we do not implement."""
-    if not isinstance(config, dict):
-        raise EngineError(f"{name}: config.json holds a {type(config).__name__}, not an object")
     arch = _architecture(config, name)
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
@@ -138,14 +137,11 @@ def from_hf(config: Any, name: str) -> ModelConfig:
 def from_dir(path: str | Path) -> ModelConfig:
     """ModelConfig of a local HF model directory. Raises EngineError."""
     file = Path(path) / "config.json"
-    if not file.is_file():
+    config = read_object(file)
+    if config is None:
         raise EngineError(
             f"{path}: no config.json; --model takes a Hugging Face model directory or hub id"
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:  # not JSON, or not UTF-8
-        raise EngineError(f"{file} is not valid JSON: {e}") from None
     return from_hf(config, name=Path(path).name)
 
 

@@ -7,7 +7,6 @@ tensor.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from engine.checkpoint.scheme import (
     scheme_of,
 )
 from engine.errors import CheckpointError
+from engine.metadata import read_object
 from engine.weights import WeightSpec
 
 READABLE_DTYPES = ("BF16", "F16", "F32")
@@ -187,12 +187,13 @@ def expected_shapes(specs: Iterable[WeightSpec]) -> dict[str, tuple[int, ...]]:
 def _weight_map(directory: Path) -> dict[str, str] | None:
     """The index's name -> file, or None without an index."""
     file = directory / INDEX
-    if not file.is_file():
+    index = read_object(file)
+    if index is None:
         return None
     try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = index["weight_map"]
         names = set(weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file} is not a safetensors index: {e!r}") from None
     outside = sorted(f for f in names if Path(f).name != f)
     if outside or not names:

@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import CheckpointError, RequestError
+from engine.metadata import read_object, read_text
 from engine.text.template import ChatTemplate
 
 _NAMED = (
@@ -41,19 +42,20 @@ class Tokenizer:
     def __init__(self, path: str | Path, chat_template: str | Path | None = None) -> None:
         path = Path(path)
         file = path / "tokenizer.json"
-        if not file.is_file():
+        serialized = read_text(file)
+        if serialized is None:
             raise CheckpointError(
                 f"{path}: no tokenizer.json; name a directory that has one with --tokenizer"
             )
         try:
-            self.backend = Backend.from_file(str(file))
+            self.backend = Backend.from_str(serialized)
         except Exception as e:  # the library raises bare Exception
             raise CheckpointError(f"{file}: {e}") from None
         # A tokenizer.json may carry its trainer's truncation and padding; a prompt wants neither.
         self.backend.no_truncation()
         self.backend.no_padding()
-        config = {**_read_json(path / "special_tokens_map.json")}
-        config |= _read_json(path / "tokenizer_config.json")
+        config = read_object(path / "special_tokens_map.json") or {}
+        config |= read_object(path / "tokenizer_config.json") or {}
         self.special_tokens: dict[str, str] = _named_tokens(config)
         self._declare_special(config)
         self.bos_token_id = self._id("bos_token")
@@ -141,23 +143,11 @@ def eos_token_ids(
     """
     ids = set(config)
     if path is not None:
-        value = _read_json(Path(path) / "generation_config.json").get("eos_token_id")
+        value = (read_object(Path(path) / "generation_config.json") or {}).get("eos_token_id")
         ids |= set(value if isinstance(value, list) else () if value is None else (value,))
     if tokenizer is not None:
         ids |= set(tokenizer.eos_token_ids)
     return frozenset(ids)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise CheckpointError(f"{file} is not valid JSON: {e}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} does not hold a JSON object")
-    return data
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -179,16 +169,16 @@ def _is_byte_level(backend: Backend) -> bool:
 
 def _template_source(path: Path, config: dict[str, Any], override: str | Path | None) -> str | None:
     if override is not None:
-        file = Path(override)
-        if not file.is_file():
+        text = read_text(Path(override))
+        if text is None:
             raise RequestError(f"--chat-template {override}: no such file")
-        return file.read_text(encoding="utf-8")
-    jinja = path / "chat_template.jinja"
-    if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        return text
+    text = read_text(path / "chat_template.jinja")
+    if text is not None:
+        return text
     template = config.get("chat_template")
     if template is None:
-        template = _read_json(path / "chat_template.json").get("chat_template")
+        template = (read_object(path / "chat_template.json") or {}).get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {t["name"]: t["template"] for t in template}
         template = named.get("default")

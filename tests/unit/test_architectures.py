@@ -165,7 +165,7 @@ def test_a_config_that_is_no_object(tmp_path, text):
 
 def test_a_config_that_is_no_text(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(EngineError, match="is not valid JSON"):
+    with pytest.raises(EngineError, match=r"config\.json is not UTF-8 text"):
         from_dir(tmp_path)
 
 
