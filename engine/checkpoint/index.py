@@ -180,7 +180,8 @@ def expected_shapes(specs: Iterable[WeightSpec]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in specs:
         for part in spec.parts:
-            assert shapes.setdefault(part.name, part.shape) == part.shape, part.name
+            known = shapes.setdefault(part.name, part.shape)
+            assert known == part.shape, part.name
     return shapes
 
 
