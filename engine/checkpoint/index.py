@@ -191,11 +191,15 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     index = read_object(file)
     if index is None:
         return None
-    try:
-        weight_map = index["weight_map"]
-        names = set(weight_map.values())
-    except (KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{file} is not a safetensors index: {e!r}") from None
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{file} is not a safetensors index: weight_map is {weight_map!r}")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{file} is not a safetensors index: weight_map[{tensor!r}] is {name!r}, no file name"
+            )
+    names = set(weight_map.values())
     outside = sorted(f for f in names if Path(f).name != f)
     if outside or not names:
         raise CheckpointError(f"{file} names no file of this directory: {outside or 'empty'}")

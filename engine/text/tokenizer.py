@@ -57,7 +57,12 @@ class Tokenizer:
         config = read_object(path / "special_tokens_map.json") or {}
         config |= read_object(path / "tokenizer_config.json") or {}
         self.special_tokens: dict[str, str] = _named_tokens(config)
-        self._declare_special(config)
+        try:
+            self._declare_special(config)
+        except (AttributeError, TypeError, ValueError) as e:
+            raise CheckpointError(
+                f"{path / 'tokenizer_config.json'}: added_tokens_decoder is damaged: {e}"
+            ) from None
         self.bos_token_id = self._id("bos_token")
         eos = self._id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -66,8 +71,10 @@ class Tokenizer:
         self.byte_tokens = frozenset() if self.byte_level else frozenset(bytes_) - {None}
         added = self.backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        source = _template_source(path, config, chat_template)
-        self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+        source, origin = _template_source(path, config, chat_template)
+        self.template: ChatTemplate | None = None
+        if source is not None:
+            self.template = ChatTemplate(source, self.special_tokens, origin)
 
     def _declare_special(self, config: dict[str, Any]) -> None:
         """Tokens that only tokenizer_config.json declares; never one that would get a new id."""
@@ -167,19 +174,29 @@ def _is_byte_level(backend: Backend) -> bool:
     return [p.get("type") for p in parts] == ["ByteLevel"]
 
 
-def _template_source(path: Path, config: dict[str, Any], override: str | Path | None) -> str | None:
+def _template_source(
+    path: Path, config: dict[str, Any], override: str | Path | None
+) -> tuple[str | None, Path]:
+    """(the template, None if there is none; the file that it comes from)."""
     if override is not None:
         text = read_text(Path(override))
         if text is None:
             raise RequestError(f"--chat-template {override}: no such file")
-        return text
-    text = read_text(path / "chat_template.jinja")
+        return text, Path(override)
+    file = path / "chat_template.jinja"
+    text = read_text(file)
     if text is not None:
-        return text
+        return text, file
+    file = path / "tokenizer_config.json"
     template = config.get("chat_template")
     if template is None:
-        template = (read_object(path / "chat_template.json") or {}).get("chat_template")
+        file = path / "chat_template.json"
+        template = (read_object(file) or {}).get("chat_template")
     if isinstance(template, list):  # several named templates
-        named = {t["name"]: t["template"] for t in template}
-        template = named.get("default")
-    return template
+        named = [t for t in template if isinstance(t, dict) and "template" in t]
+        if len(named) < len(template):
+            raise CheckpointError(f"{file}: chat_template is a list, but not of named templates")
+        template = next((t["template"] for t in named if t.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{file}: chat_template is {template!r}, not the text of a template")
+    return template, file

@@ -10,7 +10,7 @@ import pytest
 from engine import generate
 from engine.checkpoint.index import INDEX, open_checkpoint
 from engine.config import EngineConfig
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, RequestError
 from engine.generation_config import sampling_defaults
 from engine.metadata import read_object, read_text
 from engine.text.tokenizer import Tokenizer
@@ -75,3 +75,65 @@ def test_a_file_that_holds_no_object(tmp_path, content, what):
         read_object(file)
     file.write_text(json.dumps({"a": 1}))
     assert read_object(file) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "what"),
+    [
+        ({"a": 5}, r"weight_map\['a'\] is 5, no file name"),
+        ({"a": []}, r"weight_map\['a'\] is \[\], no file name"),
+        (["a"], r"weight_map is \['a'\]"),
+        (None, "weight_map is None"),
+    ],
+)
+def test_a_damaged_index(tmp_path, weight_map, what):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=f"{INDEX} is not a safetensors index: {what}"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        (5, "chat_template is 5, not the text of a template"),
+        ({"a": "b"}, "chat_template is {'a': 'b'}, not the text"),
+        ([5], "chat_template is a list, but not of named templates"),
+        ([{"name": "default", "template": 5}], "chat_template is 5, not the text"),
+        ("a\n{% if %}", "chat template, line 2"),
+    ],
+)
+def test_a_damaged_template(tmp_path, template, what):
+    write_model(tmp_path, chat_template=template)
+    with pytest.raises(CheckpointError, match=f"tokenizer_config.json: {what}"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("value", [5, {"1": 5}, {"x": {"content": "hello", "special": True}}])
+def test_damaged_added_tokens(tmp_path, value):
+    write_model(tmp_path, added_tokens_decoder=value)
+    with pytest.raises(CheckpointError, match="added_tokens_decoder is damaged"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
+        ("{{ tools | length / 0 }}", "TypeError: "),
+        ("{{ messages | length / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ '%(a)s' % {} }}{{ {}['x'].y.z }}", "KeyError: 'a'"),
+        ("{{ messages[0].role.index('z') }}", "ValueError: substring not found"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError: "),
+    ],
+)
+def test_a_template_that_fails(tmp_path, template, what):
+    write_model(tmp_path, chat_template=template)
+    message = f"the chat template of .*tokenizer_config.json fails: {what}"
+    with pytest.raises(RequestError, match=message):
+        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_part_without_text(tmp_path):
+    tokenizer = Tokenizer(write_model(tmp_path))
+    with pytest.raises(RequestError, match=r"messages\[0\].content has a part without text"):
+        tokenizer.encode_chat([{"role": "user", "content": [{"type": "text"}]}])
