@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.metadata import read_object
-from engine.model_config import ModelConfig
+from engine.model_config import ModelConfig, read_eos
 from engine.rope_config import read_rope
 
 
@@ -103,7 +103,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelConfig:
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     layers = size("num_hidden_layers")
     rope = read_rope(config, name, size("max_position_embeddings", 2048))
-    eos = config.get("eos_token_id")
+    vocab = size("vocab_size")
     result = ModelConfig(
         name=name,
         architecture=arch.name,
@@ -113,7 +113,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelConfig:
         num_kv_heads=size("num_key_value_heads", heads),
         head_dim=size("head_dim", hidden // heads),
         intermediate_size=size("intermediate_size"),
-        vocab_size=size("vocab_size"),
+        vocab_size=vocab,
         rope_theta=rope.theta,
         rms_norm_eps=eps,
         max_position_embeddings=rope.positions,
@@ -123,7 +123,7 @@ def from_hf(config: dict[str, Any], name: str) -> ModelConfig:
         rope_scaling=rope.scaling,
         sliding_window=_window(config, arch, name, layers),
         checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else (),
+        eos_token_ids=read_eos(config.get("eos_token_id"), vocab, f"{name}: config.json"),
     )
     if result.num_heads % result.num_kv_heads:
         raise EngineError(

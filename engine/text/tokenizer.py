@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from engine.errors import CheckpointError, RequestError
 from engine.metadata import read_object, read_text
+from engine.model_config import ModelConfig, read_eos
 from engine.text.template import ChatTemplate
 
 _NAMED = (
@@ -141,17 +142,18 @@ class Tokenizer:
 
 
 def eos_token_ids(
-    path: str | Path | None, config: tuple[int, ...], tokenizer: Tokenizer | None
+    path: str | Path | None, model: ModelConfig, tokenizer: Tokenizer | None
 ) -> frozenset[int]:
     """All ids that end an answer: generation_config.json, config.json and the tokenizer's own.
 
     Instruct checkpoints often list in one of these an id that another lacks; knowing only one of
     them is the classic reason for answers that do not end.
     """
-    ids = set(config)
+    ids = set(model.eos_token_ids)
     if path is not None:
-        value = (read_object(Path(path) / "generation_config.json") or {}).get("eos_token_id")
-        ids |= set(value if isinstance(value, list) else () if value is None else (value,))
+        file = Path(path) / "generation_config.json"
+        value = (read_object(file) or {}).get("eos_token_id")
+        ids |= set(read_eos(value, model.vocab_size, str(file)))
     if tokenizer is not None:
         ids |= set(tokenizer.eos_token_ids)
     return frozenset(ids)

@@ -9,11 +9,12 @@ import pytest
 
 from engine import generate
 from engine.checkpoint.index import INDEX, open_checkpoint
-from engine.config import EngineConfig
-from engine.errors import CheckpointError, RequestError
+from engine.config import EngineConfig, from_dir
+from engine.errors import CheckpointError, EngineError, RequestError
 from engine.generation_config import sampling_defaults
 from engine.metadata import read_object, read_text
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, eos_token_ids
+from tests.unit.checkpoint_fixtures import edit_json
 from tests.unit.fakes import write_model
 
 
@@ -137,3 +138,18 @@ def test_a_part_without_text(tmp_path):
     tokenizer = Tokenizer(write_model(tmp_path))
     with pytest.raises(RequestError, match=r"messages\[0\].content has a part without text"):
         tokenizer.encode_chat([{"role": "user", "content": [{"type": "text"}]}])
+
+
+@pytest.mark.parametrize("value", ["x", -1, [], 400, [1, 400], [None], True, 1.0, {}])
+def test_an_eos_that_no_token_has(tmp_path, value):
+    write_model(tmp_path)
+    model = from_dir(tmp_path)
+    assert eos_token_ids(tmp_path, model, None) == {0, 1, 2}
+    for file in ("config.json", "generation_config.json"):
+        write_model(tmp_path)
+        edit_json(tmp_path / file, eos_token_id=value)
+        with pytest.raises(EngineError) as e:
+            eos_token_ids(tmp_path, from_dir(tmp_path), None)
+        assert f"{file}: eos_token_id is {value!r}, neither a token id from 0 to 399" in str(
+            e.value
+        )
