@@ -147,6 +147,8 @@ def from_dir(path: str | Path) -> ModelConfig:
 
 def _architecture(config: dict, name: str) -> Architecture:
     listed = config.get("architectures") or []
+    if not isinstance(listed, list) or not isinstance(listed[0] if listed else "", str):
+        raise EngineError(f"{name}: architectures {listed!r} in config.json is not a list of names")
     model_type = config.get("model_type")
     by_type = {a.model_type: a.name for a in ARCHITECTURES.values()}
     found = listed[0] if listed else by_type.get(str(model_type), "")
@@ -196,6 +198,8 @@ def _window(config: dict, arch: Architecture, name: str, layers: int) -> int | N
         return None
     types = config.get("layer_types")
     if types is not None:
+        if not isinstance(types, list):
+            raise EngineError(f"{name}: layer_types {types!r} in config.json is not a list")
         unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
         if unknown:
             raise EngineError(f"{name}: layer_types {', '.join(unknown)} are not implemented")

@@ -281,6 +281,7 @@ class LLM:
             ids,
             params,
             max_model_len=self.max_model_len,
+            longest=self.model_config.longest_context,
             eos=self.eos_token_ids,
             tokenizer=self.tokenizer,
             prompt=text,

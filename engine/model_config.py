@@ -105,6 +105,13 @@ class ModelConfig:
         """First global KV head held by `rank`; a KV head is replicated over tp / num_kv_heads ranks."""
         return rank * self.num_kv_heads // tp
 
+    @property
+    def longest_context(self) -> int:
+        """The most that --max-model-len can be."""
+        return min(
+            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
+        )
+
     def check_context(self, max_model_len: int) -> None:
         """Attention here is always full, which equals sliding-window attention exactly as long as no token
         has more than `sliding_window` keys. Raises EngineError for a longer context."""

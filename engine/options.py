@@ -17,6 +17,8 @@ _NOT_FLAGS = (
     "logit_bias",
     "bad_words",
 )  # --seed is the engine's, and requests derive theirs
+# Numbers of tokens, which people write as 32k.
+_TOKENS = ("max_model_len", "max_tokens", "min_tokens")
 
 
 def count(text: str) -> int:
@@ -25,6 +27,14 @@ def count(text: str) -> int:
         return parse_count(text)
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def whole_number(text: str) -> int:
+    """Converter of argparse for whole numbers that count no tokens: a seed of 32k is a slip."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def _add(group: argparse._ArgumentGroup, f: Field) -> None:
@@ -41,7 +51,7 @@ def _add(group: argparse._ArgumentGroup, f: Field) -> None:
         return
     convert: Callable[[str], Any] = str
     if "int" in kind:
-        convert = count
+        convert = count if f.name in _TOKENS else whole_number
     elif "float" in kind:
         convert = float
     if "Sequence[int]" in kind:
