@@ -79,6 +79,7 @@ class Request:
             raise RequestError(
                 "stop needs a tokenizer, and this model has none; use stop_token_ids"
             )
+        params.check_vocabulary(vocab_size)
         self.controls = params.controls(self.prompt_token_ids, vocab_size)
         self.seed = seed
         self.slot: int | None = None

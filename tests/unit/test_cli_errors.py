@@ -20,6 +20,18 @@ from engine import generate
         (["--prompt", "x", "--tp", "2k"], "'2k' is not a whole number (see"),
         (["--prompt", "x", "--seed", "x"], "'x' is not a whole number (see"),
         (["--prompt", "x", "--stop-token-ids", "1e3"], "'1e3' is not a whole number (see"),
+        (
+            [
+                "qwen2.5-0.5b",
+                "--dummy-weight",
+                "--input-len",
+                "4",
+                "--stop-token-ids",
+                "1",
+                "151936",
+            ],
+            "stop_token_ids holds 151936, which is outside the vocabulary of 151936",
+        ),
         (["--prompt", "x", "--max-tokens", "x"], "'x' is not a whole number such as 32768, 32k"),
         (
             ["qwen2.5-0.5b", "--dummy-weight", "--input-len", "40000"],
