@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
-from engine.model_config import ModelConfig
+from engine.metadata import read_object
+from engine.model_config import ModelConfig, read_eos
 from engine.rope_config import read_rope
 
 
@@ -78,10 +79,8 @@ _MATHS = re.compile(
 )
 
 
-def from_hf(config: Any, name: str) -> ModelConfig:
+def from_hf(config: dict[str, Any], name: str) -> ModelConfig:
     """ModelConfig from the dict of an HF `config.json`. Raises EngineError for what we do not implement."""
-    if not isinstance(config, dict):
-        raise EngineError(f"{name}: config.json holds a {type(config).__name__}, not an object")
     arch = _architecture(config, name)
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
@@ -104,7 +103,7 @@ def from_hf(config: Any, name: str) -> ModelConfig:
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     layers = size("num_hidden_layers")
     rope = read_rope(config, name, size("max_position_embeddings", 2048))
-    eos = config.get("eos_token_id")
+    vocab = size("vocab_size")
     result = ModelConfig(
         name=name,
         architecture=arch.name,
@@ -114,7 +113,7 @@ def from_hf(config: Any, name: str) -> ModelConfig:
         num_kv_heads=size("num_key_value_heads", heads),
         head_dim=size("head_dim", hidden // heads),
         intermediate_size=size("intermediate_size"),
-        vocab_size=size("vocab_size"),
+        vocab_size=vocab,
         rope_theta=rope.theta,
         rms_norm_eps=eps,
         max_position_embeddings=rope.positions,
@@ -124,7 +123,7 @@ def from_hf(config: Any, name: str) -> ModelConfig:
         rope_scaling=rope.scaling,
         sliding_window=_window(config, arch, name, layers),
         checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,) if eos is not None else (),
+        eos_token_ids=read_eos(config.get("eos_token_id"), vocab, f"{name}: config.json"),
     )
     if result.num_heads % result.num_kv_heads:
         raise EngineError(
@@ -138,19 +137,18 @@ def from_hf(config: Any, name: str) -> ModelConfig:
 def from_dir(path: str | Path) -> ModelConfig:
     """ModelConfig of a local HF model directory. Raises EngineError."""
     file = Path(path) / "config.json"
-    if not file.is_file():
+    config = read_object(file)
+    if config is None:
         raise EngineError(
             f"{path}: no config.json; --model takes a Hugging Face model directory or hub id"
         )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:  # not JSON, or not UTF-8
-        raise EngineError(f"{file} is not valid JSON: {e}") from None
     return from_hf(config, name=Path(path).name)
 
 
 def _architecture(config: dict, name: str) -> Architecture:
     listed = config.get("architectures") or []
+    if not isinstance(listed, list) or not isinstance(listed[0] if listed else "", str):
+        raise EngineError(f"{name}: architectures {listed!r} in config.json is not a list of names")
     model_type = config.get("model_type")
     by_type = {a.model_type: a.name for a in ARCHITECTURES.values()}
     found = listed[0] if listed else by_type.get(str(model_type), "")
@@ -200,6 +198,8 @@ def _window(config: dict, arch: Architecture, name: str, layers: int) -> int | N
         return None
     types = config.get("layer_types")
     if types is not None:
+        if not isinstance(types, list):
+            raise EngineError(f"{name}: layer_types {types!r} in config.json is not a list")
         unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
         if unknown:
             raise EngineError(f"{name}: layer_types {', '.join(unknown)} are not implemented")

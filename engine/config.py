@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -196,17 +197,22 @@ class EngineConfig:
             refuse("shard_of", self.shard_of, "works with load_format='dummy' only")
         object.__setattr__(self, "dtype", DTYPES[self.dtype])
 
-    def _valid_degrees(self) -> str:
-        """The end of a message: the model's TP degrees, if its shape is at hand."""
+    def shape_at_hand(self) -> ModelConfig | None:
+        """The model's shape, if it can be had without fetching or loading anything; never an error."""
         from engine.demo import MODEL_FOLDER, cache_dir
 
         name = self.model or str(cache_dir() / MODEL_FOLDER)
         try:
-            if self.load_format == "dummy" and not Path(name).is_dir():
-                model = preset(name)
-            else:
-                model = from_dir(Path(name).expanduser())
-        except EngineError:
+            if self.load_format == "dummy" and not os.path.isdir(name):
+                return preset(name)
+            return from_dir(Path(name).expanduser())
+        except EngineError:  # told where the model is opened
+            return None
+
+    def _valid_degrees(self) -> str:
+        """The end of a message: the model's TP degrees, if its shape is at hand."""
+        model = self.shape_at_hand()
+        if model is None:
             return ""
         return f"; valid degrees of {model.name}: {', '.join(map(str, model.valid_tp()))}"
 

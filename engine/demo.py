@@ -102,9 +102,10 @@ def resolve_model(name: str | None) -> Path:
     if name is None:
         return demo_model_dir()
     path = Path(name).expanduser()
-    if name and path.is_dir():
+    # os.path answers False where Path raises: below a directory that may not be searched.
+    if name and os.path.isdir(path):
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         raise CheckpointError(
             f"{name} is a file; --model takes a Hugging Face directory (config.json + *.safetensors)"
             + ("; GGUF files are not read" if path.suffix == ".gguf" else "")

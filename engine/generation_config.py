@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, RequestError
+from engine.metadata import read_object
 from engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,14 +28,11 @@ def sampling_defaults(config: EngineConfig, directory: Path | None) -> dict[str,
     if config.generation_config == "none" or directory is None:
         return {}
     file = directory / "generation_config.json"
-    if not file.is_file():
+    values = read_object(file)
+    if values is None:
         log.warning("%s: no generation_config.json; sampling defaults stay greedy", directory)
         return {}
-    try:
-        values = json.loads(file.read_text())
-        found = {name: values[name] for name in _FIELDS if values.get(name) is not None}
-    except (ValueError, AttributeError, TypeError) as e:
-        raise CheckpointError(f"{file}: {e}") from None
+    found = {name: values[name] for name in _FIELDS if values.get(name) is not None}
     sampled = values.get("do_sample", "temperature" in found)
     if not sampled:
         found = {name: value for name, value in found.items() if name not in _FILTERS}

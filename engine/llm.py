@@ -88,7 +88,7 @@ class LLM:
         self.tokenizer = load_tokenizer(self.config, directory, chat_template)
         from engine.text.tokenizer import eos_token_ids
 
-        eos = eos_token_ids(directory, self.model_config.eos_token_ids, self.tokenizer)
+        eos = eos_token_ids(directory, self.model_config, self.tokenizer)
         self.eos_token_ids: frozenset[int] = eos
         # Fields of SamplingParams that the checkpoint sets, under generation_config="auto".
         self.sampling_defaults = sampling_defaults(self.config, directory)
@@ -281,6 +281,7 @@ class LLM:
             ids,
             params,
             max_model_len=self.max_model_len,
+            longest=self.model_config.longest_context,
             eos=self.eos_token_ids,
             tokenizer=self.tokenizer,
             prompt=text,

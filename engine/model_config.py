@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from engine.errors import EngineError
 
@@ -105,6 +105,13 @@ class ModelConfig:
         """First global KV head held by `rank`; a KV head is replicated over tp / num_kv_heads ranks."""
         return rank * self.num_kv_heads // tp
 
+    @property
+    def longest_context(self) -> int:
+        """The most that --max-model-len can be."""
+        return min(
+            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
+        )
+
     def check_context(self, max_model_len: int) -> None:
         """Attention here is always full, which equals sliding-window attention exactly as long as no token
         has more than `sliding_window` keys. Raises EngineError for a longer context."""
@@ -115,6 +122,20 @@ class ModelConfig:
                 f"implemented beyond {window} tokens, and the context is {max_model_len}; "
                 f"use --max-model-len {window} or less, where full attention is the same"
             )
+
+
+def read_eos(value: Any, vocab_size: int, where: str) -> tuple[int, ...]:
+    """The ids of an `eos_token_id`: null, one id or a list of them. EngineError, with `where` in front, for anything
+    else: an id that no token has would let answers run on to the length limit."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    whole = all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not ids or not whole or not all(0 <= i < vocab_size for i in ids):
+        raise EngineError(
+            f"{where}: eos_token_id is {value!r}, neither a token id from 0 to {vocab_size - 1} nor a list of such ids"
+        )
+    return tuple(ids)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ _NOT_FLAGS = (
     "logit_bias",
     "bad_words",
 )  # --seed is the engine's, and requests derive theirs
+# Numbers of tokens, which people write as 32k.
+_TOKENS = ("max_model_len", "max_tokens", "min_tokens")
 
 
 def count(text: str) -> int:
@@ -25,6 +27,14 @@ def count(text: str) -> int:
         return parse_count(text)
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def whole_number(text: str) -> int:
+    """Converter of argparse for whole numbers that count no tokens: a seed of 32k is a slip."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 def _add(group: argparse._ArgumentGroup, f: Field) -> None:
@@ -41,7 +51,7 @@ def _add(group: argparse._ArgumentGroup, f: Field) -> None:
         return
     convert: Callable[[str], Any] = str
     if "int" in kind:
-        convert = count
+        convert = count if f.name in _TOKENS else whole_number
     elif "float" in kind:
         convert = float
     if "Sequence[int]" in kind:
@@ -107,7 +117,12 @@ def sampling_params(
     args: argparse.Namespace, defaults: Mapping[str, Any] | None = None
 ) -> SamplingParams:
     """SamplingParams of parsed arguments over `defaults`. RequestError for a bad value."""
-    return SamplingParams(**{**(defaults or {}), **_given(args, SamplingParams, _NOT_FLAGS)})
+    params = SamplingParams(**{**(defaults or {}), **_given(args, SamplingParams, _NOT_FLAGS)})
+    if params.stop_token_ids:  # requests are checked too, but only once the weights are loaded
+        model = engine_config(args).shape_at_hand()
+        if model is not None:
+            params.check_vocabulary(model.vocab_size)
+    return params
 
 
 def _given(args: argparse.Namespace, kind: type, without: Collection[str]) -> dict[str, Any]:

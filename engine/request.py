@@ -14,28 +14,35 @@ from engine.text.stops import StopStrings
 Clock = Callable[[], float]  # seconds, monotonic
 
 
-def admit(prompt_tokens: int, params: SamplingParams, max_model_len: int) -> int:
-    """How many tokens the request may generate. RequestError, with the numbers, if it can never fit."""
+def admit(
+    prompt_tokens: int, params: SamplingParams, max_model_len: int, longest: int | None = None
+) -> int:
+    """How many tokens the request may generate. RequestError, with the numbers, if it can never fit.
+
+    longest: the model's own limit. A larger context is advice only where that allows one.
+    """
+    larger = longest is not None and max_model_len < longest
+    advice = f" or raise --max-model-len (up to {longest})" if larger else ""
     if prompt_tokens < 1:
         raise RequestError("the prompt is empty: it has no tokens")
     room = max_model_len - prompt_tokens
     if room < 1:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens and leaves no room for an answer in a context "
-            f"of {max_model_len}; shorten it or raise --max-model-len"
+            f"of {max_model_len}; shorten it{advice}"
         )
     if params.max_tokens is None:
         if params.min_tokens > room:
             raise RequestError(
                 f"min_tokens={params.min_tokens} does not fit: a prompt of {prompt_tokens} tokens "
-                f"leaves {room} of a context of {max_model_len} (--max-model-len)"
+                f"leaves {room} of a context of {max_model_len}; lower it{advice}"
             )
         return room
     if params.max_tokens > room:
         raise RequestError(
             f"a prompt of {prompt_tokens} tokens and max_tokens={params.max_tokens} make "
             f"{prompt_tokens + params.max_tokens}, over the context of {max_model_len}; lower "
-            f"max_tokens to {room} or raise --max-model-len"
+            f"max_tokens to {room}{advice}"
         )
     return params.max_tokens
 
@@ -54,6 +61,7 @@ class Request:
         params: SamplingParams,
         *,
         max_model_len: int,
+        longest: int | None = None,
         eos: frozenset[int] = frozenset(),
         tokenizer=None,
         prompt: str | None = None,
@@ -66,11 +74,12 @@ class Request:
         self.prompt = prompt
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
-        self.max_tokens = admit(len(self.prompt_token_ids), params, max_model_len)
+        self.max_tokens = admit(len(self.prompt_token_ids), params, max_model_len, longest)
         if params.stop and tokenizer is None:
             raise RequestError(
                 "stop needs a tokenizer, and this model has none; use stop_token_ids"
             )
+        params.check_vocabulary(vocab_size)
         self.controls = params.controls(self.prompt_token_ids, vocab_size)
         self.seed = seed
         self.slot: int | None = None

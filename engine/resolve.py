@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,8 @@ def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, Path | Non
     Raises EngineError for what the shapes alone rule out. Imports neither torch nor a tokenizer.
     """
     directory: Path | None = None
-    if config.load_format == "dummy" and not (config.model and Path(config.model).is_dir()):
+    # os.path, not Path: Path.is_dir() raises below a directory that may not be searched.
+    if config.load_format == "dummy" and not (config.model and os.path.isdir(config.model)):
         if not config.model:
             raise EngineError(
                 f"--load-format dummy needs --model: a directory or one of {', '.join(PRESETS)}"
@@ -32,7 +34,7 @@ def resolve(config: EngineConfig) -> tuple[EngineConfig, ModelConfig, Path | Non
         from engine.demo import resolve_model
 
         name = (config.model or "").lower()
-        if name in PRESETS and not Path(config.model or "").exists():
+        if name in PRESETS and not os.path.exists(config.model or ""):
             raise EngineError(
                 f"--model {config.model} is a preset, a shape without weights, and needs --load-format dummy; "
                 f"the hub's model is {hub_id(name)}"

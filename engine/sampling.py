@@ -191,6 +191,14 @@ class SamplingParams:
             found[token] = float(value)
         return found or None
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """RequestError for a stop id that no token has: it would never stop anything."""
+        worst = max(self.stop_token_ids or (), default=0)
+        if worst >= vocab_size:
+            raise RequestError(
+                f"stop_token_ids holds {worst}, which is outside the vocabulary of {vocab_size}"
+            )
+
     def controls(self, prompt_token_ids: Sequence[int], vocab_size: int) -> Controls | None:
         """What goes beyond temperature and seed; None if nothing does. RequestError for a bias outside
         the vocabulary."""

@@ -7,7 +7,6 @@ tensor.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from engine.checkpoint.scheme import (
     scheme_of,
 )
 from engine.errors import CheckpointError
+from engine.metadata import read_object
 from engine.weights import WeightSpec
 
 READABLE_DTYPES = ("BF16", "F16", "F32")
@@ -180,20 +180,26 @@ def expected_shapes(specs: Iterable[WeightSpec]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in specs:
         for part in spec.parts:
-            assert shapes.setdefault(part.name, part.shape) == part.shape, part.name
+            known = shapes.setdefault(part.name, part.shape)
+            assert known == part.shape, part.name
     return shapes
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
     """The index's name -> file, or None without an index."""
     file = directory / INDEX
-    if not file.is_file():
+    index = read_object(file)
+    if index is None:
         return None
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        names = set(weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{file} is not a safetensors index: {e!r}") from None
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{file} is not a safetensors index: weight_map is {weight_map!r}")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{file} is not a safetensors index: weight_map[{tensor!r}] is {name!r}, no file name"
+            )
+    names = set(weight_map.values())
     outside = sorted(f for f in names if Path(f).name != f)
     if outside or not names:
         raise CheckpointError(f"{file} names no file of this directory: {outside or 'empty'}")

@@ -87,9 +87,7 @@ class CpuExecutor:
     def decode(self, slots: Sequence[int]) -> int:
         full = [s for s in slots if int(self._states[0].positions[s]) >= self.max_model_len]
         if full:
-            raise RequestError(
-                f"slot {full[0]} is full at {self.max_model_len}; raise --max-model-len"
-            )
+            raise RequestError(f"slot {full[0]} is full at {self.max_model_len} tokens")
         program = self._program("decode", len(slots), "last")
         row_slots = torch.tensor(list(slots), dtype=torch.int32)
         return self._push(program.run(StepInput(row_slots=row_slots)))

@@ -57,6 +57,5 @@ def check_prompt(slot: int, length: int, start: int, num_slots: int, max_model_l
         raise RequestError(f"slot {slot} is outside 0..{num_slots - 1}; raise --max-num-seqs")
     if start + length > max_model_len:
         raise RequestError(
-            f"the prompt's {start + length} tokens exceed the context of {max_model_len}; "
-            f"shorten it or raise --max-model-len"
+            f"the prompt's {start + length} tokens exceed the context of {max_model_len}; shorten it"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -25,9 +26,12 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """Renders conversations. A system prompt that the template holds by default is the template's own."""
+    """Renders conversations. A system prompt that the template holds by default is the template's own.
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    `file` is where the source comes from, for messages.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str], file: str | Path) -> None:
         env = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -37,7 +41,10 @@ class ChatTemplate:
         try:
             self._template = env.from_string(source)
         except jinja2.TemplateSyntaxError as e:
-            raise CheckpointError(f"chat template, line {e.lineno}: {e.message}") from None
+            raise CheckpointError(f"{file}: chat template, line {e.lineno}: {e.message}") from None
+        except Exception as e:  # blocks nested too deep for Python's own compiler, and the like
+            raise CheckpointError(f"{file}: chat template: {_told(e)}") from None
+        self._file = file
         self._special_tokens = special_tokens
 
     def render(
@@ -48,13 +55,16 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """The prompt text. RequestError if a message is malformed or the template refuses it."""
-        variables = {"add_generation_prompt": True, "documents": None, **variables}
+        checked = check_messages(messages)
+        names = {"add_generation_prompt": True, "documents": None, **self._special_tokens}
         try:
             return self._template.render(
-                messages=check_messages(messages), tools=tools, **self._special_tokens, **variables
+                {**names, **variables, "messages": checked, "tools": tools},
             )
-        except (jinja2.TemplateError, TypeError) as e:
+        except jinja2.TemplateError as e:  # raise_exception, or a variable that is not there
             raise RequestError(f"the chat template refuses this conversation: {e}") from None
+        except Exception as e:  # a template is a program: it may fail as any program does
+            raise RequestError(f"the chat template of {self._file} fails: {_told(e)}") from None
 
 
 def check_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,6 +79,8 @@ def check_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(content, list):
             if any(not isinstance(p, dict) or p.get("type") != "text" for p in content):
                 raise RequestError(f"messages[{i}].content has a part that is not of type 'text'")
+            if any(not isinstance(p.get("text"), str) for p in content):
+                raise RequestError(f"messages[{i}].content has a part without text")
             content = "".join(p["text"] for p in content)
         elif content is not None and not isinstance(content, str):
             raise RequestError(f"messages[{i}].content is not text")
@@ -76,6 +88,11 @@ def check_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             raise RequestError(f"messages[{i}] has no content")
         checked.append({**message, "content": content})
     return checked
+
+
+def _told(e: Exception) -> str:
+    """An exception in words: the text of a KeyError alone, say, is only the key."""
+    return f"{type(e).__name__}: {e}"
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):

@@ -16,6 +16,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from engine.errors import CheckpointError, RequestError
+from engine.metadata import read_object, read_text
+from engine.model_config import ModelConfig, read_eos
 from engine.text.template import ChatTemplate
 
 _NAMED = (
@@ -41,21 +43,27 @@ class Tokenizer:
     def __init__(self, path: str | Path, chat_template: str | Path | None = None) -> None:
         path = Path(path)
         file = path / "tokenizer.json"
-        if not file.is_file():
+        serialized = read_text(file)
+        if serialized is None:
             raise CheckpointError(
                 f"{path}: no tokenizer.json; name a directory that has one with --tokenizer"
             )
         try:
-            self.backend = Backend.from_file(str(file))
+            self.backend = Backend.from_str(serialized)
         except Exception as e:  # the library raises bare Exception
             raise CheckpointError(f"{file}: {e}") from None
         # A tokenizer.json may carry its trainer's truncation and padding; a prompt wants neither.
         self.backend.no_truncation()
         self.backend.no_padding()
-        config = {**_read_json(path / "special_tokens_map.json")}
-        config |= _read_json(path / "tokenizer_config.json")
+        config = read_object(path / "special_tokens_map.json") or {}
+        config |= read_object(path / "tokenizer_config.json") or {}
         self.special_tokens: dict[str, str] = _named_tokens(config)
-        self._declare_special(config)
+        try:
+            self._declare_special(config)
+        except (AttributeError, TypeError, ValueError) as e:
+            raise CheckpointError(
+                f"{path / 'tokenizer_config.json'}: added_tokens_decoder is damaged: {e}"
+            ) from None
         self.bos_token_id = self._id("bos_token")
         eos = self._id("eos_token")
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -64,8 +72,10 @@ class Tokenizer:
         self.byte_tokens = frozenset() if self.byte_level else frozenset(bytes_) - {None}
         added = self.backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        source = _template_source(path, config, chat_template)
-        self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+        source, origin = _template_source(path, config, chat_template)
+        self.template: ChatTemplate | None = None
+        if source is not None:
+            self.template = ChatTemplate(source, self.special_tokens, origin)
 
     def _declare_special(self, config: dict[str, Any]) -> None:
         """Tokens that only tokenizer_config.json declares; never one that would get a new id."""
@@ -132,32 +142,21 @@ class Tokenizer:
 
 
 def eos_token_ids(
-    path: str | Path | None, config: tuple[int, ...], tokenizer: Tokenizer | None
+    path: str | Path | None, model: ModelConfig, tokenizer: Tokenizer | None
 ) -> frozenset[int]:
     """All ids that end an answer: generation_config.json, config.json and the tokenizer's own.
 
     Instruct checkpoints often list in one of these an id that another lacks; knowing only one of
     them is the classic reason for answers that do not end.
     """
-    ids = set(config)
+    ids = set(model.eos_token_ids)
     if path is not None:
-        value = _read_json(Path(path) / "generation_config.json").get("eos_token_id")
-        ids |= set(value if isinstance(value, list) else () if value is None else (value,))
+        file = Path(path) / "generation_config.json"
+        value = (read_object(file) or {}).get("eos_token_id")
+        ids |= set(read_eos(value, model.vocab_size, str(file)))
     if tokenizer is not None:
         ids |= set(tokenizer.eos_token_ids)
     return frozenset(ids)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise CheckpointError(f"{file} is not valid JSON: {e}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} does not hold a JSON object")
-    return data
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -177,19 +176,29 @@ def _is_byte_level(backend: Backend) -> bool:
     return [p.get("type") for p in parts] == ["ByteLevel"]
 
 
-def _template_source(path: Path, config: dict[str, Any], override: str | Path | None) -> str | None:
+def _template_source(
+    path: Path, config: dict[str, Any], override: str | Path | None
+) -> tuple[str | None, Path]:
+    """(the template, None if there is none; the file that it comes from)."""
     if override is not None:
-        file = Path(override)
-        if not file.is_file():
+        text = read_text(Path(override))
+        if text is None:
             raise RequestError(f"--chat-template {override}: no such file")
-        return file.read_text(encoding="utf-8")
-    jinja = path / "chat_template.jinja"
-    if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        return text, Path(override)
+    file = path / "chat_template.jinja"
+    text = read_text(file)
+    if text is not None:
+        return text, file
+    file = path / "tokenizer_config.json"
     template = config.get("chat_template")
     if template is None:
-        template = _read_json(path / "chat_template.json").get("chat_template")
+        file = path / "chat_template.json"
+        template = (read_object(file) or {}).get("chat_template")
     if isinstance(template, list):  # several named templates
-        named = {t["name"]: t["template"] for t in template}
-        template = named.get("default")
-    return template
+        named = [t for t in template if isinstance(t, dict) and "template" in t]
+        if len(named) < len(template):
+            raise CheckpointError(f"{file}: chat_template is a list, but not of named templates")
+        template = next((t["template"] for t in named if t.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{file}: chat_template is {template!r}, not the text of a template")
+    return template, file

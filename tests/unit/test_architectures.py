@@ -109,6 +109,10 @@ def test_harmless_keys(changes):
         (LLAMA_31_8B, {"architectures": None, "model_type": "t5"}, "architecture 't5' is not supported"),
         (LLAMA_31_8B, {"architectures": [], "model_type": None},
             "supported: Qwen2ForCausalLM, Qwen3ForCausalLM, LlamaForCausalLM, MistralForCausalLM"),
+        (LLAMA_31_8B, {"architectures": "LlamaForCausalLM"},
+            "architectures 'LlamaForCausalLM' in config.json is not a list of names"),
+        (LLAMA_31_8B, {"architectures": [5]}, "architectures [5] in config.json is not a list of names"),
+        (MISTRAL_7B, {"layer_types": 5}, "layer_types 5 in config.json is not a list"),
         (LLAMA_31_8B, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         (LLAMA_31_8B, {"final_logit_softcapping": 30.0, "alibi": True}, "alibi = true, final_logit_softcapping = 30.0"),
         (LLAMA_31_8B, {"mlp_bias": True}, "mlp_bias = true, which this engine does not implement"),
@@ -165,7 +169,7 @@ def test_a_config_that_is_no_object(tmp_path, text):
 
 def test_a_config_that_is_no_text(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(EngineError, match="is not valid JSON"):
+    with pytest.raises(EngineError, match=r"config\.json is not UTF-8 text"):
         from_dir(tmp_path)
 
 
@@ -196,6 +200,13 @@ def test_an_active_window_needs_a_context_that_fits_it():
     ):
         config.check_context(4097)
     from_hf(MISTRAL_7B, "m").check_context(32768)
+
+
+def test_the_longest_context_is_within_positions_and_window():
+    model = from_hf(MISTRAL_7B, "m")
+    assert model.longest_context == 32768
+    assert from_hf({**MISTRAL_7B, "sliding_window": 4096}, "m").longest_context == 4096
+    assert from_hf({**MISTRAL_7B, "sliding_window": 65536}, "m").longest_context == 32768
 
 
 def test_the_front_and_the_executor_refuse_an_active_window(tmp_path):

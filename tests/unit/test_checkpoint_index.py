@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -291,3 +293,17 @@ def test_quantised_names_without_a_config_are_named(single):
 
 def test_header_reader_counts_every_tensor(whole):
     assert set(read_header(whole / "model.safetensors")) == set(load_file_all(whole))
+
+
+def test_a_model_loads_without_asserts(tmp_path):
+    """python -O drops assert statements whole: none may do what the engine needs."""
+    save_model(tmp_path)
+    code = (
+        "from engine import LLM, SamplingParams\n"
+        f"with LLM({str(tmp_path)!r}, device='cpu', max_num_seqs=1) as llm:\n"
+        "    out = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))\n"
+        "print(__debug__, len(out[0].outputs[0].token_ids))"
+    )
+    command = [sys.executable, "-O", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False 2\n", done.stderr

@@ -9,6 +9,7 @@ import torch
 
 from engine.errors import RequestError
 from engine.outputs import top_logprobs
+from engine.request import Request
 from engine.sampling import SamplingParams
 
 
@@ -120,6 +121,14 @@ def test_stop_takes_a_string_or_a_list():
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop=None).stop == ()
     assert SamplingParams(stop_token_ids=[5, 6]).stop_token_ids == (5, 6)
+
+
+def test_stop_ids_are_within_the_vocabulary():
+    SamplingParams(stop_token_ids=[0, 99]).check_vocabulary(100)
+    SamplingParams().check_vocabulary(100)
+    beyond = SamplingParams(stop_token_ids=[1, 100])
+    with pytest.raises(RequestError, match=r"holds 100, which is outside the vocabulary of 100"):
+        Request("0", [1], beyond, max_model_len=9, vocab_size=100)
 
 
 def test_min_tokens_beyond_max_tokens():

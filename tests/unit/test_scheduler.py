@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import DeviceError, RequestError
-from engine.request import Request
+from engine.request import Request, admit
 from engine.sampling import SamplingParams
 from engine.scheduler import Scheduler
 from tests.unit.fakes import FakeExecutor, expected
@@ -332,19 +332,24 @@ def test_a_device_failure_ends_all_requests(dead):
     ("prompt", "params", "message"),
     [
         (0, {}, "prompt is empty"),
-        (64, {}, r"64 tokens .* context of 64; .*--max-model-len"),
+        (64, {}, r"64 tokens .* context of 64; shorten it$"),
         (70, {"max_tokens": 1}, r"70 tokens .* 64"),
         (
             60,
             {"max_tokens": 5},
-            r"60 tokens and max_tokens=5 make 65, .* 64; lower max_tokens to 4",
+            r"60 tokens and max_tokens=5 make 65, .* 64; lower max_tokens to 4$",
         ),
-        (60, {"min_tokens": 5}, r"min_tokens=5 .* 60 .* leaves 4 .* 64"),
+        (60, {"min_tokens": 5}, r"min_tokens=5 .* 60 .* leaves 4 .* 64; lower it$"),
     ],
 )
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(prompt, params, message):
     with pytest.raises(RequestError, match=message):
-        make(FakeExecutor(max_model_len=64), 0, [1] * prompt, **params)
+        admit(prompt, SamplingParams(**params), 64)
+    with pytest.raises(RequestError, match=message):  # the model's own limit: nothing to raise
+        admit(prompt, SamplingParams(**params), 64, longest=64)
+    if prompt:
+        with pytest.raises(RequestError, match=r" or raise --max-model-len \(up to 256\)$"):
+            admit(prompt, SamplingParams(**params), 64, longest=256)
 
 
 def test_max_tokens_is_clipped_only_when_not_given():

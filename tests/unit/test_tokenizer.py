@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from engine.config import PRESETS
 from engine.errors import CheckpointError, RequestError
 from engine.text.tokenizer import Tokenizer, eos_token_ids
 from tests.unit.fakes import (
@@ -141,10 +143,13 @@ def test_text_parts_are_joined(tmp_path):
 def test_eos_is_the_union_of_its_three_sources(tmp_path):
     tokenizer = Tokenizer(write_byte_level(tmp_path))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert eos_token_ids(tmp_path, (5,), tokenizer) == {2, 5, 7, 9}
+    model = replace(PRESETS["mistral-7b"], eos_token_ids=(5,))
+    assert eos_token_ids(tmp_path, model, tokenizer) == {2, 5, 7, 9}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert eos_token_ids(tmp_path, (), None) == {7}
-    assert eos_token_ids(None, (4,), None) == {4}
+    assert eos_token_ids(tmp_path, replace(model, eos_token_ids=()), None) == {7}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert eos_token_ids(tmp_path, model, None) == {5}
+    assert eos_token_ids(None, model, None) == {5}
 
 
 def test_missing_and_broken_files(tmp_path):
