@@ -87,6 +87,7 @@ def check_output(flag: str, name: str | None) -> None:
 
 def run(body: Callable[[], int]) -> int:
     """Run a command's body; turns its errors and signals into one line and an exit code."""
+    _mend_streams()
     previous = _handle_signals()
     try:
         code = body()
@@ -113,6 +114,13 @@ def run(body: Callable[[], int]) -> int:
         _watchdog.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _mend_streams() -> None:
+    """A standard stream that the caller closed (Python has None for it) becomes one on the null device."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
 
 
 def _mute() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from engine import generate
@@ -49,3 +52,22 @@ def test_user_errors_in_one_line(args, message, capsys):
     out, err = capsys.readouterr()
     assert out == "" and message in err
     assert err.startswith("error: ") and err.count("\n") == 1
+
+
+# ---- standard streams
+
+
+def shell(line):
+    """(exit code, stdout, stderr) of a line of bash in which $E starts `engine`."""
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; E='{sys.executable} -m engine.cli'; {line}"],
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_closed_streams_are_like_the_null_device():
+    assert shell("$E info --json >&-") == (0, "", "")
+    assert shell("$E generate --bogus 2>&-") == (2, "", ""), "no error goes to stdout instead"
+    code, out, err = shell("$E generate qwen2.5-7b --prompt - <&-")
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
