@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from engine.console import say
+from engine.console import json_line, say
 from engine.errors import EngineError, RequestError
 from engine.sampling import SamplingParams
 
@@ -143,7 +143,9 @@ def open_output(name: str, hashes: Mapping[str | int, str]) -> tuple[IO[str], se
                         f"--output {name} holds answers to other questions: line {n} (id {identity!r}) {why}; "
                         "use another --output or delete it"
                     )
-        stream = path.open("a", encoding="utf-8")
+        stream = path.open(
+            "a", encoding="utf-8", errors="backslashreplace"
+        )  # surrogates: as JSON has them
         stream.truncate(len(whole))
     except (OSError, UnicodeDecodeError) as e:
         raise EngineError(f"--output {name}: {_reason(e)}") from None
@@ -182,7 +184,7 @@ def run_batch(
         # Taken out first: an interrupt in between costs an answer, which the next run makes, not a second row.
         output = waiting.pop(i)
         row = {"id": items[i].id, "request_hash": hashes[items[i].id], **as_row(output)}
-        stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        stream.write(json_line(row, stream) + "\n")
         stream.flush()
 
     bar = None

@@ -6,7 +6,10 @@ Exit codes: 0 done, 1 the device failed, 2 the user's input cannot work, 130 Ctr
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
+import io
+import json
 import logging
 import os
 import signal
@@ -14,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from engine.errors import DeviceError, EngineError
 
@@ -117,10 +120,21 @@ def run(body: Callable[[], int]) -> int:
 
 
 def _mend_streams() -> None:
-    """A standard stream that the caller closed (Python has None for it) becomes one on the null device."""
+    """A standard stream that the caller closed (Python has None for it) becomes one on the null device; what the
+    encoding of stdout or stderr lacks is escaped instead of raising after the work (UTF-8 lacks surrogates only).
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def json_line(row: dict[str, Any], stream: IO[str]) -> str:
+    """`row` as JSON for this stream; ASCII unless it is in UTF-8, for the escapes of a stream are not JSON's."""
+    utf8 = codecs.lookup(stream.encoding or "utf-8").name == "utf-8"
+    return json.dumps(row, ensure_ascii=not utf8)
 
 
 def _mute() -> None:

@@ -6,7 +6,6 @@ Text streams on stdout; everything else, the last line with the speed included, 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -24,7 +23,7 @@ from engine.batch import (
     request_hashes,
     run_batch,
 )
-from engine.console import Parser, command, say
+from engine.console import Parser, command, json_line, say
 from engine.errors import EngineError, RequestError
 from engine.options import (
     add_engine_options,
@@ -154,7 +153,7 @@ def _main(args: argparse.Namespace) -> int:
         stats = llm.stats()
         if args.json:
             for output in outputs:
-                print(json.dumps(_as_json(output, llm, stats), ensure_ascii=False))
+                print(json_line(_as_json(output, llm, stats), sys.stdout))
         sys.stdout.flush()
         if llm.tokenizer is None and not args.json:
             ids = sum(len(o.outputs[0].token_ids) for o in outputs)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 from engine import generate
+from tests.unit.fakes import write_model
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,18 @@ def test_closed_streams_are_like_the_null_device():
     assert shell("$E generate --bogus 2>&-") == (2, "", ""), "no error goes to stdout instead"
     code, out, err = shell("$E generate qwen2.5-7b --prompt - <&-")
     assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_characters_that_stdout_lacks_are_escaped(tmp_path):
+    model = write_model(tmp_path / "m", positions=512)
+    line = (
+        "PYTHONIOENCODING=latin-1 $E generate {} --load-format dummy --device cpu --quiet --max-tokens 2 "
+        "-p '\u20ac \U0001f389 \xe9' --no-chat-template"
+    )
+    for more in ("", "--prompt-lines", "--json"):
+        code, out, err = shell(line.format(model) + f" {more}")
+        assert code == 0 and "Traceback" not in err, err
+        if more:
+            assert json.loads(out)["prompt"] == "\u20ac \U0001f389 \xe9"
+    code, out, err = shell("$E generate $'/absent\\xff' --prompt x")
+    assert (code, out) == (2, "") and "/absent\\udcff" in err
