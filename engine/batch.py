@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.console import json_line, say
 from engine.errors import EngineError, RequestError
@@ -119,7 +119,7 @@ def request_hashes(items: Sequence[Item], common: Any) -> dict[str | int, str]:
     return {item.id: digest(item) for item in items}
 
 
-def open_output(name: str, hashes: Mapping[str | int, str]) -> tuple[IO[str], set[str | int]]:
+def open_output(name: str, hashes: Mapping[str | int, str]) -> tuple[TextIO, set[str | int]]:
     """The file opened for appending, and the ids that it holds. A half-written last line is cut off.
 
     hashes: of the batch to run, by id. EngineError where the file has another for an id, or none."""
@@ -143,9 +143,8 @@ def open_output(name: str, hashes: Mapping[str | int, str]) -> tuple[IO[str], se
                         f"--output {name} holds answers to other questions: line {n} (id {identity!r}) {why}; "
                         "use another --output or delete it"
                     )
-        stream = path.open(
-            "a", encoding="utf-8", errors="backslashreplace"
-        )  # surrogates: as JSON has them
+        # A lone surrogate is escaped, which JSON does alike.
+        stream = path.open("a", encoding="utf-8", errors="backslashreplace")
         stream.truncate(len(whole))
     except (OSError, UnicodeDecodeError) as e:
         raise EngineError(f"--output {name}: {_reason(e)}") from None
@@ -157,7 +156,7 @@ def run_batch(
     items: Sequence[Item],
     prepare: Callable[[Item], tuple[dict[str, Any], SamplingParams]],
     as_row: Callable[[RequestOutput], Row],
-    stream: IO[str],
+    stream: TextIO,
     hashes: Mapping[str | int, str],
     *,
     held: int | None = None,

@@ -12,12 +12,13 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from engine.errors import DeviceError, EngineError
 
@@ -102,6 +103,15 @@ def run(body: Callable[[], int]) -> int:
     except DeviceError as e:
         say("error: the device failed: " + " ".join(str(e).split()))
         return 1
+    except (MemoryError, RuntimeError) as e:  # numpy's and torch's own (of the CPU) among them
+        if not isinstance(e, MemoryError) and "DefaultCPUAllocator" not in str(e):
+            raise
+        asked = re.search(r"allocate (\d\S* \w+)", str(e))
+        what = f"{asked[1]} are not to be had" if asked else "an allocation failed"
+        say(
+            f"error: out of memory: {what}; lower --max-num-seqs or --max-model-len, or take -q fp8"
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of stdout went away, as `head` does
@@ -131,7 +141,7 @@ def _mend_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def json_line(row: dict[str, Any], stream: IO[str]) -> str:
+def json_line(row: dict[str, Any], stream: TextIO) -> str:
     """`row` as JSON for this stream; ASCII unless it is in UTF-8, for the escapes of a stream are not JSON's."""
     utf8 = codecs.lookup(stream.encoding or "utf-8").name == "utf-8"
     return json.dumps(row, ensure_ascii=not utf8)

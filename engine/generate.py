@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.batch import (
     Item,
@@ -190,7 +190,7 @@ def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
     asked = (config.model, config.quantization, asdict(sampling_params(args)), template)
     hashes = request_hashes(items, asked)
     with ExitStack() as stack:
-        stream: IO[str] = sys.stdout
+        stream: TextIO = sys.stdout
         held = None
         if args.output:
             opened, done = open_output(args.output, hashes)

@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from engine import generate
+from engine.console import run
 from tests.unit.fakes import write_model
 
 
@@ -88,3 +91,30 @@ def test_characters_that_stdout_lacks_are_escaped(tmp_path):
             assert json.loads(out)["prompt"] == "\u20ac \U0001f389 \xe9"
     code, out, err = shell("$E generate $'/absent\\xff' --prompt x")
     assert (code, out) == (2, "") and "/absent\\udcff" in err
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    ("allocate", "what"),
+    [
+        (lambda: torch.empty(10**15, dtype=torch.uint8), "1000000000000000 bytes are not to be had"),
+        (lambda: np.empty(2**50, np.uint8), "1.00 PiB are not to be had"),
+        (lambda: bytearray(10**17), "an allocation failed"),
+    ],
+)  # fmt: skip
+def test_out_of_memory_is_one_line(allocate, what, capsys):
+    assert run(allocate) == 2
+    err = capsys.readouterr().err
+    assert err == (
+        f"error: out of memory: {what}; lower --max-num-seqs or --max-model-len, or take -q fp8\n"
+    )
+
+
+def test_other_runtime_errors_are_not_hidden():
+    def body():
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(body)
