@@ -208,7 +208,10 @@ def run_batch(
                 write(i)
         if isinstance(e, (KeyboardInterrupt, SystemExit)) and held is not None:
             done = f"{held + len(outputs)} of {held + len(items)}"
-            say(f"interrupted: {done} written to {stream.name}; run the same command again")
+            said = f"interrupted: {done} written to {stream.name}; run the same command again"
+            if isinstance(e, KeyboardInterrupt):
+                raise KeyboardInterrupt(said) from None  # engine.console.run says it
+            say(said)
         raise
     finally:
         if bar is not None:

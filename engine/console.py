@@ -112,7 +112,8 @@ def run(body: Callable[[], int]) -> int:
             f"error: out of memory: {what}; lower --max-num-seqs or --max-model-len, or take -q fp8"
         )
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
+        say(str(e) or "interrupted")  # a batch knows more to say
         return 130
     except BrokenPipeError:  # the reader of stdout went away, as `head` does
         _mute()

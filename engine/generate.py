@@ -310,7 +310,6 @@ def _show(
         if begun:
             sys.stdout.write("\n")
             sys.stdout.flush()
-        say("interrupted")
         raise
     return [outputs[i] for i in range(count)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -118,3 +119,11 @@ def test_other_runtime_errors_are_not_hidden():
 
     with pytest.raises(RuntimeError, match="a bug"):
         run(body)
+
+
+def test_an_interrupt_is_said_once(capsys):
+    def body():
+        signal.raise_signal(signal.SIGINT)
+
+    assert run(body) == 130
+    assert capsys.readouterr().err == "interrupted\n"
