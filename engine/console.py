@@ -50,6 +50,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise EngineError(f"{message} (see {self.prog} --help)")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """After --help: what stdout still holds goes out while `run` handles a reader that went away."""
+        sys.stdout.flush()
+        super().exit(status, message)
+
 
 class _Watchdog:
     """Ends the process if unwinding takes longer than CLEAN_END_S."""

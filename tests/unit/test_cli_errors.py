@@ -94,6 +94,14 @@ def test_characters_that_stdout_lacks_are_escaped(tmp_path):
     assert (code, out) == (2, "") and "/absent\\udcff" in err
 
 
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "bench --help"])
+def test_help_that_cannot_be_written_is_no_traceback(arguments):
+    gone = shell(f"($E {arguments}; echo $? >&2) | true")
+    full = shell(f"$E {arguments} > /dev/full")
+    assert gone[1:] in (("", "141\n"), ("", "0\n")), "0: written before the reader was gone"
+    assert full == (2, "", "error: cannot write the output: No space left on device\n")
+
+
 # ---- memory
 
 
