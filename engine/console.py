@@ -50,10 +50,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise EngineError(f"{message} (see {self.prog} --help)")
 
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """After --help: what stdout still holds goes out while `run` handles a reader that went away."""
-        sys.stdout.flush()
-        super().exit(status, message)
+    def print_help(self, file=None) -> None:
+        """argparse drops errors of writing, or leaves them to Python's end; here `run` sees them."""
+        print(self.format_help(), end="", file=file or sys.stdout, flush=True)
 
 
 class _Watchdog:
