@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from engine.console import json_line, say
+from engine.console import check_output, json_line, say
 from engine.errors import EngineError, RequestError
 from engine.sampling import SamplingParams
 
@@ -123,6 +123,7 @@ def open_output(name: str, hashes: Mapping[str | int, str]) -> tuple[TextIO, set
     """The file opened for appending, and the ids that it holds. A half-written last line is cut off.
 
     hashes: of the batch to run, by id. EngineError where the file has another for an id, or none."""
+    check_output("--output", name)
     path = Path(name)
     done: set[str | int] = set()
     try:

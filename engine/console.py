@@ -85,6 +85,8 @@ def check_output(flag: str, name: str | None) -> None:
         return
     path = Path(name)
     there = path.exists()
+    if there and not (path.is_file() or path.is_dir()):  # a pipe would block, a device never end
+        raise EngineError(f"{flag} {name} is not a regular file")
     try:
         path.open("a").close()
         if not there:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -133,6 +134,15 @@ def test_an_output_that_is_something_else_is_left_alone(tmp_path):
     with pytest.raises(EngineError, match=r"notes.txt:1 is not a result"):
         open_output(str(file), {})
     assert file.read_text() == "my notes\n"
+
+
+@pytest.mark.timeout(20)
+def test_an_output_that_is_no_regular_file_is_refused(executors, directory, tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo")
+    for name in (str(tmp_path / "fifo"), "/dev/full", "/dev/null"):
+        assert generate.main(["--model", directory, "--prompt", "x", "--output", name]) == 2
+        assert capsys.readouterr().err == f"error: --output {name} is not a regular file\n"
+    assert executors == []
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (SystemExit(143), 143)])
