@@ -10,15 +10,18 @@ import random
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from engine.batch import (
     Item,
+    at,
     check_ids,
+    check_requests,
     open_output,
     read_items,
+    read_output,
     read_text,
     request_hashes,
     run_batch,
@@ -32,7 +35,7 @@ from engine.options import (
     engine_config,
     sampling_params,
 )
-from engine.prompts import naming
+from engine.prompts import check_token_ids, naming
 from engine.request import admit
 from engine.roof import roof_share
 
@@ -139,10 +142,9 @@ def _main(args: argparse.Namespace) -> int:
         encoded.extend(_encode(llm, args, prompt) for prompt in prompts)
         encode_s = time.perf_counter() - begin
         params = sampling_params(args, llm.sampling_defaults)
-        limit = llm.config.max_model_len or llm.model_config.max_position_embeddings
         for i, prompt in enumerate(encoded):
             with naming(i, len(encoded)):
-                admit(len(prompt["prompt_token_ids"]), params, limit)
+                _check(llm, prompt, params)
 
     with checked_llm(config, args, encode) as llm:
         arrival = time.perf_counter() - encode_s  # TTFT has the encoding in it
@@ -179,53 +181,64 @@ def checked_llm(
 
 def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
     """Prompts of files as JSON Lines in, results as JSON Lines out."""
+    common = sampling_params(args)
     texts = [sys.stdin.read() if t == "-" else t for t in args.prompt or []]
     items = [Item(f"prompt:{n}", f"--prompt {n}", "prompt", t, {}) for n, t in enumerate(texts, 1)]
     for name in args.prompt_file or []:
-        items += read_items(name, args.prompt_lines)
+        items += read_items(name, args.prompt_lines, common)
     if args.input_len is not None or not items:
         raise EngineError("--output, --prompt-lines and .jsonl files need prompts, not --input-len")
     check_ids(items)
     template = (args.chat_template, args.no_chat_template, args.system_prompt)
-    asked = (config.model, config.quantization, asdict(sampling_params(args)), template)
+    asked = (config.model, config.quantization, asdict(common), template)
     hashes = request_hashes(items, asked)
-    with ExitStack() as stack:
-        stream: TextIO = sys.stdout
-        held = None
-        if args.output:
-            opened, done = open_output(args.output, hashes)
-            stream = stack.enter_context(opened)
-            total = len(items)
-            items = [item for item in items if item.id not in done]
-            held = total - len(items)
-            if held:
-                say(f"{held} of {total} results are in {args.output} already")
-            if not items:
-                return 0
+    held, length = None, 0
+    if args.output:
+        done, length = read_output(args.output, hashes)
+        total = len(items)
+        items = [item for item in items if item.id not in done]
+        held = total - len(items)
+        if held:
+            say(f"{held} of {total} results are in {args.output} already")
+        if not items:
+            return 0
+    prompts: list[dict[str, Any]] = []
 
-        def check(llm: LLM) -> None:
-            if all(item.source in ("prompt", "messages") for item in items):
-                llm.need_tokenizer("a text prompt")
-
-        llm = stack.enter_context(checked_llm(config, args, check))
+    def check(llm: LLM) -> None:
         params = sampling_params(args, llm.sampling_defaults)
+        for item in items:
+            with at(item.where):
+                if item.source == "prompt":
+                    prompt = _encode(llm, args, item.value)
+                elif item.source == "messages":
+                    prompt = _ids(*llm.encode_chat(item.value))
+                else:
+                    prompt = {"prompt_token_ids": item.value}
+                _check(llm, prompt, replace(params, **item.sampling))
+                prompts.append(prompt)
+
+    with checked_llm(config, args, check) as llm:
+        params = sampling_params(args, llm.sampling_defaults)
+        limits = [_limited(llm, replace(params, **i.sampling), p) for i, p in zip(items, prompts)]
+        check_requests(llm, items, prompts, limits)
         stats = llm.stats()
-
-        def prepare(item: Item) -> tuple[dict[str, Any], SamplingParams]:
-            if item.source == "prompt":
-                prompt = _encode(llm, args, item.value)
-            elif item.source == "messages":
-                prompt = _ids(*llm.encode_chat(item.value))
-            else:
-                prompt = {"prompt_token_ids": item.value}
-            return prompt, _limited(llm, replace(params, **item.sampling), prompt)
-
-        outputs = run_batch(
-            llm, items, prepare, lambda o: _as_json(o, llm, stats), stream, hashes,
-            held=held, quiet=args.quiet,
-        )  # fmt: skip
+        opened = open_output(args.output, length) if args.output else nullcontext(sys.stdout)
+        with opened as stream:
+            outputs = run_batch(
+                llm, items, prompts, limits, lambda o: _as_json(o, llm, stats), stream, hashes,
+                held=held, quiet=args.quiet,
+            )  # fmt: skip
         say(_summary(outputs, stats))
     return 0
+
+
+def _check(llm: LLM, prompt: dict[str, Any], params: SamplingParams) -> None:
+    """RequestError for what can be known before the weights are loaded; what memory holds is not."""
+    vocab = llm.model_config.vocab_size
+    ids = check_token_ids(prompt["prompt_token_ids"], vocab)
+    limit = llm.config.max_model_len or llm.model_config.max_position_embeddings
+    admit(len(ids), params, limit)
+    params.controls((), vocab)
 
 
 def _limited(llm: LLM, params: SamplingParams, prompt: dict[str, Any]) -> SamplingParams:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 
 from engine import generate
-from engine.batch import open_output
+from engine.batch import read_output
 from engine.errors import EngineError
 from tests.unit.fakes import FakeExecutor, expected, write_model
 
@@ -115,24 +116,38 @@ def test_an_interrupted_batch_goes_on(executors, directory, tmp_path, monkeypatc
         ('{"prompt": "x", "id": "a"}', r"in.jsonl:2: id 'a' is also that of .*in.jsonl:1"),
         ('{"prompt": "x", "top_p": 3}', r"in.jsonl:2: top_p=3 is not"),
         ('{"prompt_token_ids": [400]}', r"in.jsonl:2: prompt_token_ids\[0\] = 400"),
+        ('{"prompt": "x", "temperature": -1}', r"in.jsonl:2: temperature=-1 is not"),
+        ('{"prompt": "x", "logit_bias": {"400": 1}}', r"in.jsonl:2: logit_bias\[400\]"),
+        ('{"prompt": "x", "max_tokens": 9999}', r"in.jsonl:2: a prompt of .* over the context"),
         ('{"messages": [{"role": 1}]}', r"in.jsonl:2: messages\[0\]"),
     ],
 )
 def test_a_bad_line_is_named(executors, directory, tmp_path, capsys, line, message):
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "fine", "id": "a"}\n' + line + "\n")
-    assert generate.main(["--model", directory, "--prompt-file", str(file)]) == 2
-    out, err = capsys.readouterr()
-    import re
+    output = tmp_path / "out.jsonl"
+    for more in ([], ["--output", str(output)]):
+        assert generate.main(["--model", directory, "--prompt-file", str(file), *more]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and re.search(message, err), err
+    assert executors == [] and not output.exists(), "found before the model loads"
 
-    assert out == "" and re.search(message, err), err
+
+def test_a_byte_order_mark_and_a_file_of_no_prompts(executors, directory, tmp_path, capsys):
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt_token_ids": [1], "max_tokens": 2}\n')
+    assert generate.main(["--model", directory, "--prompt-file", str(file)]) == 0
+    capsys.readouterr()
+    file.write_text("\n\n")
+    assert generate.main(["--model", directory, "--prompt-file", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: --prompt-file {file} holds no prompts\n"
 
 
 def test_an_output_that_is_something_else_is_left_alone(tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text("my notes\n")
     with pytest.raises(EngineError, match=r"notes.txt:1 is not a result"):
-        open_output(str(file), {})
+        read_output(str(file), {})
     assert file.read_text() == "my notes\n"
 
 
