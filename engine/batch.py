@@ -44,12 +44,29 @@ class Item:
     sampling: dict[str, Any]
 
 
-def read_text(name: str) -> str:
-    """A --prompt-file. EngineError if it cannot be read."""
+def read_texts(given: Sequence[str]) -> list[str]:
+    """The texts of --prompt, `-` being stdin. EngineError for an empty one, which a template would hide."""
+    if given.count("-") > 1:
+        raise EngineError("--prompt - is given twice, and stdin can be read only once")
     try:
-        return Path(name).read_text(encoding="utf-8-sig")  # a byte order mark is no text
+        texts = [sys.stdin.read() if text == "-" else text for text in given]
+    except (OSError, UnicodeDecodeError) as e:
+        raise EngineError(f"--prompt -: stdin: {_reason(e)}") from None
+    for text, what in zip(texts, given):
+        if not text:
+            raise EngineError("the prompt is empty: " + ("stdin" if what else "--prompt ''"))
+    return texts
+
+
+def read_text(name: str) -> str:
+    """A --prompt-file. EngineError if it cannot be read or is empty."""
+    try:
+        text = Path(name).read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except (OSError, UnicodeDecodeError) as e:
         raise EngineError(f"--prompt-file {name}: {_reason(e)}") from None
+    if not text:
+        raise EngineError(f"--prompt-file {name} holds no prompts")
+    return text
 
 
 def _reason(e: OSError | UnicodeDecodeError) -> str:
@@ -104,6 +121,8 @@ def _item(line: str, where: str) -> Item:
     kind = str if given[0] == "prompt" else list
     if not isinstance(value, kind):
         raise EngineError(f"{where}: {given[0]} is not a {'text' if kind is str else 'list'}")
+    if value == "":
+        raise EngineError(f"{where}: the prompt is empty")
     return Item(
         identity, where, given[0], value, {n: row[n] for n in _SAMPLING if row.get(n) is not None}
     )

@@ -23,6 +23,7 @@ from engine.batch import (
     read_items,
     read_output,
     read_text,
+    read_texts,
     request_hashes,
     run_batch,
 )
@@ -132,6 +133,8 @@ def _main(args: argparse.Namespace) -> int:
         or any(f.endswith(".jsonl") for f in args.prompt_file or [])
     ):
         return _batch(args, config)
+    if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
+        raise EngineError("--logprobs and --prompt-logprobs show only with --json or --output")
     prompts = _read_prompts(args)
     encoded: list[dict[str, Any]] = []
     encode_s = 0.0
@@ -182,12 +185,12 @@ def checked_llm(
 def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
     """Prompts of files as JSON Lines in, results as JSON Lines out."""
     common = sampling_params(args)
-    texts = [sys.stdin.read() if t == "-" else t for t in args.prompt or []]
+    if args.input_len is not None or not (args.prompt or args.prompt_file):
+        raise EngineError("--output, --prompt-lines and .jsonl files need prompts, not --input-len")
+    texts = read_texts(args.prompt or [])
     items = [Item(f"prompt:{n}", f"--prompt {n}", "prompt", t, {}) for n, t in enumerate(texts, 1)]
     for name in args.prompt_file or []:
         items += read_items(name, args.prompt_lines, common)
-    if args.input_len is not None or not items:
-        raise EngineError("--output, --prompt-lines and .jsonl files need prompts, not --input-len")
     check_ids(items)
     template = (args.chat_template, args.no_chat_template, args.system_prompt)
     asked = (config.model, config.quantization, asdict(common), template)
@@ -242,26 +245,24 @@ def _check(llm: LLM, prompt: dict[str, Any], params: SamplingParams) -> None:
 
 
 def _limited(llm: LLM, params: SamplingParams, prompt: dict[str, Any]) -> SamplingParams:
-    """With the command line's default length, where none is given."""
+    """With the command line's default length where none is given, clipped to the context."""
     if params.max_tokens is not None:
         return params
-    return replace(params, max_tokens=_fit(llm, prompt, max(DEFAULT_MAX_TOKENS, params.min_tokens)))
+    room = llm.max_model_len - len(prompt["prompt_token_ids"])  # none: refused later
+    return replace(params, max_tokens=max(1, min(room, max(DEFAULT_MAX_TOKENS, params.min_tokens))))
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str | None]:
-    """Texts in the order given, --prompt before --prompt-file; None stands for --input-len."""
-    prompts: list[str | None] = []
-    for text in args.prompt or []:
-        prompts.append(sys.stdin.read() if text == "-" else text)
-    for name in args.prompt_file or []:
-        prompts.append(read_text(name))
-    if args.input_len is not None:
-        if args.input_len < 1:
-            raise EngineError(f"--input-len {args.input_len} is not a whole number >= 1")
-        prompts.append(None)
-    if not prompts:
-        raise EngineError("no prompt: give --prompt TEXT, --prompt - for stdin, or --input-len N")
-    return prompts
+    """Texts in the order given, --prompt before --prompt-file; or None alone, for --input-len."""
+    if args.input_len is None:
+        if not args.prompt and not args.prompt_file:
+            raise EngineError("no prompt: give --prompt TEXT, --prompt - for stdin, or --input-len N")  # fmt: skip
+        return [*read_texts(args.prompt or []), *map(read_text, args.prompt_file or [])]
+    if args.prompt or args.prompt_file:
+        raise EngineError("--input-len is instead of --prompt and --prompt-file: give one of them")
+    if args.input_len < 1:
+        raise EngineError(f"--input-len {args.input_len} is not a whole number >= 1")
+    return [None]
 
 
 def _encode(llm: LLM, args: argparse.Namespace, prompt: str | None) -> dict[str, Any]:
@@ -285,12 +286,6 @@ def _encode(llm: LLM, args: argparse.Namespace, prompt: str | None) -> dict[str,
 
 def _ids(text: str, ids: list[int]) -> dict[str, Any]:
     return {"prompt": text, "prompt_token_ids": ids}
-
-
-def _fit(llm: LLM, prompt: dict[str, Any], wanted: int) -> int:
-    """The default length, clipped to the context; a prompt that leaves no room is refused later."""
-    room = llm.max_model_len - len(prompt.get("prompt_token_ids", ()))
-    return max(1, min(wanted, room))
 
 
 def _show(

@@ -111,6 +111,7 @@ def test_an_interrupted_batch_goes_on(executors, directory, tmp_path, monkeypatc
         ('{"text": "x"}', r"in.jsonl:2 needs exactly one of prompt, messages"),
         ('{"prompt": "x", "messages": []}', r"in.jsonl:2 needs exactly one"),
         ('{"prompt": "x", "topp": 0.5}', r"in.jsonl:2: unknown field 'topp'"),
+        ('{"prompt": ""}', r"in.jsonl:2: the prompt is empty"),
         ('{"prompt": 3}', r"in.jsonl:2: prompt is not a text"),
         ('{"prompt": "x", "id": 1.5}', r"in.jsonl:2: id 1.5"),
         ('{"prompt": "x", "id": "a"}', r"in.jsonl:2: id 'a' is also that of .*in.jsonl:1"),

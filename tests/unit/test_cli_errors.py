@@ -33,6 +33,13 @@ from tests.unit.fakes import write_model
         (["--prompt", "x", "--model", "/absent"], "/absent"),
         (["--prompt-file", "/absent"], "--prompt-file /absent"),
         (["--input-len", "0"], "--input-len 0"),
+        (["--prompt", "x", "--input-len", "4"], "--input-len is instead of --prompt"),
+        (["--prompt", "-", "--prompt", "-"], "--prompt - is given twice"),
+        (["--prompt", "-", "--prompt", "-", "--output", "o"], "--prompt - is given twice"),
+        (["--prompt", ""], "the prompt is empty: --prompt ''"),
+        (["--prompt-file", "/dev/null"], "--prompt-file /dev/null holds no prompts"),
+        (["--prompt", "x", "--logprobs", "1"], "--logprobs and --prompt-logprobs show only with"),
+        (["--prompt", "x", "--prompt-logprobs", "0"], "--prompt-logprobs show only with --json"),
         (["Why is the sky blue?"], "is taken as the model"),
         (["--model", "", "--prompt", "x"], "model='' is an empty name"),
         (["--prompt", "x", "--max-tokens", "infk"], "'infk' is not a whole number"),
@@ -76,7 +83,9 @@ def test_closed_streams_are_like_the_null_device():
     assert shell("$E info --json >&-") == (0, "", "")
     assert shell("$E generate --bogus 2>&-") == (2, "", ""), "no error goes to stdout instead"
     code, out, err = shell("$E generate qwen2.5-7b --prompt - <&-")
-    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+    assert (code, out, err) == (2, "", "error: the prompt is empty: stdin\n")
+    code, out, err = shell("printf '\\xff' | PYTHONIOENCODING=utf-8:strict $E generate --prompt -")
+    assert (code, out, err) == (2, "", "error: --prompt -: stdin: not UTF-8 text\n")
 
 
 def test_characters_that_stdout_lacks_are_escaped(tmp_path):
