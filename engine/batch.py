@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from engine.console import say
+from engine.console import check_output, json_line, say
 from engine.errors import EngineError, RequestError
 from engine.sampling import SamplingParams
 
@@ -44,30 +44,61 @@ class Item:
     sampling: dict[str, Any]
 
 
-def read_text(name: str) -> str:
-    """A --prompt-file. EngineError if it cannot be read."""
+def read_texts(given: Sequence[str]) -> list[str]:
+    """The texts of --prompt, `-` being stdin. EngineError for an empty one, which a template would hide."""
+    if given.count("-") > 1:
+        raise EngineError("--prompt - is given twice, and stdin can be read only once")
     try:
-        return Path(name).read_text(encoding="utf-8")
+        texts = [sys.stdin.read() if text == "-" else text for text in given]
+    except (OSError, UnicodeDecodeError) as e:
+        raise EngineError(f"--prompt -: stdin: {_reason(e)}") from None
+    for text, what in zip(texts, given):
+        if not text:
+            raise EngineError("the prompt is empty: " + ("stdin" if what else "--prompt ''"))
+    return texts
+
+
+def read_text(name: str) -> str:
+    """A --prompt-file. EngineError if it cannot be read or is empty."""
+    try:
+        text = Path(name).read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except (OSError, UnicodeDecodeError) as e:
         raise EngineError(f"--prompt-file {name}: {_reason(e)}") from None
+    if not text:
+        raise EngineError(f"--prompt-file {name} holds no prompts")
+    return text
 
 
 def _reason(e: OSError | UnicodeDecodeError) -> str:
     return e.strerror or str(e) if isinstance(e, OSError) else "not UTF-8 text"
 
 
-def read_items(name: str, by_line: bool) -> list[Item]:
-    """Prompts of a file: .jsonl, else one a line (by_line) or the whole text. EngineError names the line."""
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Adds the place to a RequestError."""
+    try:
+        yield
+    except RequestError as e:
+        raise RequestError(f"{where}: {e}") from None
+
+
+def read_items(name: str, by_line: bool, common: SamplingParams) -> list[Item]:
+    """Prompts of a file: .jsonl, else one a line (by_line) or the whole text. EngineError names the line, also of
+    sampling that cannot be, over `common`."""
     text = read_text(name)
-    if not name.endswith(".jsonl"):
-        if not by_line:
-            return [Item(name, name, "prompt", text, {})]
-        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-        return [Item(f"{name}:{n}", f"{name}:{n}", "prompt", line, {}) for n, line in lines]
+    if not by_line and not name.endswith(".jsonl"):
+        return [Item(name, name, "prompt", text, {})]
     # Not splitlines(): JSON strings may hold U+2028 and its like.
-    return [
-        _item(line, f"{name}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()
-    ]
+    lines = [(f"{name}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise EngineError(f"--prompt-file {name} holds no prompts")
+    if not name.endswith(".jsonl"):
+        return [Item(where, where, "prompt", line, {}) for where, line in lines]
+    items = [_item(line, where) for where, line in lines]
+    for item in items:
+        with at(item.where):
+            replace(common, **item.sampling)
+    return items
 
 
 def _item(line: str, where: str) -> Item:
@@ -90,6 +121,8 @@ def _item(line: str, where: str) -> Item:
     kind = str if given[0] == "prompt" else list
     if not isinstance(value, kind):
         raise EngineError(f"{where}: {given[0]} is not a {'text' if kind is str else 'list'}")
+    if value == "":
+        raise EngineError(f"{where}: the prompt is empty")
     return Item(
         identity, where, given[0], value, {n: row[n] for n in _SAMPLING if row.get(n) is not None}
     )
@@ -119,10 +152,11 @@ def request_hashes(items: Sequence[Item], common: Any) -> dict[str | int, str]:
     return {item.id: digest(item) for item in items}
 
 
-def open_output(name: str, hashes: Mapping[str | int, str]) -> tuple[IO[str], set[str | int]]:
-    """The file opened for appending, and the ids that it holds. A half-written last line is cut off.
+def read_output(name: str, hashes: Mapping[str | int, str]) -> tuple[set[str | int], int]:
+    """The ids that the file holds (none if it is not there), and its length without a half-written last line.
 
     hashes: of the batch to run, by id. EngineError where the file has another for an id, or none."""
+    check_output("--output", name)
     path = Path(name)
     done: set[str | int] = set()
     try:
@@ -143,37 +177,49 @@ def open_output(name: str, hashes: Mapping[str | int, str]) -> tuple[IO[str], se
                         f"--output {name} holds answers to other questions: line {n} (id {identity!r}) {why}; "
                         "use another --output or delete it"
                     )
-        stream = path.open("a", encoding="utf-8")
-        stream.truncate(len(whole))
     except (OSError, UnicodeDecodeError) as e:
         raise EngineError(f"--output {name}: {_reason(e)}") from None
-    return stream, done
+    return done, len(whole)
+
+
+def open_output(name: str, length: int) -> TextIO:
+    """The file opened for appending after its first `length` bytes."""
+    try:  # a lone surrogate is escaped, which JSON does alike
+        stream = open(name, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        stream.truncate(length)
+    except OSError as e:
+        raise EngineError(f"--output {name}: {_reason(e)}") from None
+    return stream
+
+
+def check_requests(
+    llm: LLM,
+    items: Sequence[Item],
+    prompts: Sequence[dict[str, Any]],
+    params: Sequence[SamplingParams],
+) -> None:
+    """RequestError, with its place, for the first that this LLM cannot serve."""
+    for item, prompt, one in zip(items, prompts, params):
+        with at(item.where):
+            llm.make_request(prompt, one)
 
 
 def run_batch(
     llm: LLM,
     items: Sequence[Item],
-    prepare: Callable[[Item], tuple[dict[str, Any], SamplingParams]],
+    prompts: Sequence[dict[str, Any]],
+    params: Sequence[SamplingParams],
     as_row: Callable[[RequestOutput], Row],
-    stream: IO[str],
+    stream: TextIO,
     hashes: Mapping[str | int, str],
     *,
     held: int | None = None,
     quiet: bool,
 ) -> list[RequestOutput]:
     """Answer all items together; write each result once all before it are written, and on an interrupt or an
-    error every finished one. Every item is checked before any starts: RequestError names its place.
+    error every finished one. prompts and params: of each item, checked.
 
     held: results that the file has already, None if `stream` is no file to go on with."""
-    prompts, params = [], []
-    for item in items:
-        try:
-            prompt, one = prepare(item)
-            llm.make_request(prompt, one)
-        except RequestError as e:
-            raise RequestError(f"{item.where}: {e}") from None
-        prompts.append(prompt)
-        params.append(one)
     outputs: dict[int, RequestOutput] = {}
     waiting: dict[int, RequestOutput] = {}  # finished, not written
     turn = 0
@@ -182,7 +228,7 @@ def run_batch(
         # Taken out first: an interrupt in between costs an answer, which the next run makes, not a second row.
         output = waiting.pop(i)
         row = {"id": items[i].id, "request_hash": hashes[items[i].id], **as_row(output)}
-        stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        stream.write(json_line(row, stream) + "\n")
         stream.flush()
 
     bar = None
@@ -207,7 +253,10 @@ def run_batch(
                 write(i)
         if isinstance(e, (KeyboardInterrupt, SystemExit)) and held is not None:
             done = f"{held + len(outputs)} of {held + len(items)}"
-            say(f"interrupted: {done} written to {stream.name}; run the same command again")
+            said = f"interrupted: {done} written to {stream.name}; run the same command again"
+            if isinstance(e, KeyboardInterrupt):
+                raise KeyboardInterrupt(said) from None  # engine.console.run says it
+            say(said)
         raise
     finally:
         if bar is not None:

@@ -35,8 +35,12 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Dispatch to `engine.<command>.main(argv)`."""
+    """Dispatch to `engine.<command>.main(argv)`, imports and usage included in what `run` handles."""
     args = sys.argv[1:] if argv is None else argv
+    return run(lambda: _dispatch(args))
+
+
+def _dispatch(args: list[str]) -> int:
     if not args:
         say(usage())
         return 2
@@ -48,12 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"engine {engine.__version__}")
         return 0
     if name not in commands():
-        return run(lambda: _unknown(name))
+        raise EngineError(f"no command {name!r}; commands: {', '.join(commands())}")
     return importlib.import_module(f"engine.{name}").main(rest) or 0
-
-
-def _unknown(name: str) -> int:
-    raise EngineError(f"no command {name!r}; commands: {', '.join(commands())}")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,19 @@ Exit codes: 0 done, 1 the device failed, 2 the user's input cannot work, 130 Ctr
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
+import io
+import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from engine.errors import DeviceError, EngineError
 
@@ -45,6 +49,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise EngineError(f"{message} (see {self.prog} --help)")
+
+    def print_help(self, file=None) -> None:
+        """argparse drops errors of writing, or leaves them to Python's end; here `run` sees them."""
+        print(self.format_help(), end="", file=file or sys.stdout, flush=True)
 
 
 class _Watchdog:
@@ -77,6 +85,8 @@ def check_output(flag: str, name: str | None) -> None:
         return
     path = Path(name)
     there = path.exists()
+    if there and not (path.is_file() or path.is_dir()):  # a pipe would block, a device never end
+        raise EngineError(f"{flag} {name} is not a regular file")
     try:
         path.open("a").close()
         if not there:
@@ -87,6 +97,7 @@ def check_output(flag: str, name: str | None) -> None:
 
 def run(body: Callable[[], int]) -> int:
     """Run a command's body; turns its errors and signals into one line and an exit code."""
+    _mend_streams()
     previous = _handle_signals()
     try:
         code = body()
@@ -98,7 +109,17 @@ def run(body: Callable[[], int]) -> int:
     except DeviceError as e:
         say("error: the device failed: " + " ".join(str(e).split()))
         return 1
-    except KeyboardInterrupt:
+    except (MemoryError, RuntimeError) as e:  # numpy's and torch's own (of the CPU) among them
+        if not isinstance(e, MemoryError) and "DefaultCPUAllocator" not in str(e):
+            raise
+        asked = re.search(r"allocate (\d\S* \w+)", str(e))
+        what = f"{asked[1]} are not to be had" if asked else "an allocation failed"
+        say(
+            f"error: out of memory: {what}; lower --max-num-seqs or --max-model-len, or take -q fp8"
+        )
+        return 2
+    except KeyboardInterrupt as e:
+        say(str(e) or "interrupted")  # a batch knows more to say
         return 130
     except BrokenPipeError:  # the reader of stdout went away, as `head` does
         _mute()
@@ -113,6 +134,24 @@ def run(body: Callable[[], int]) -> int:
         _watchdog.cancel()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _mend_streams() -> None:
+    """A standard stream that the caller closed (Python has None for it) becomes one on the null device; what the
+    encoding of stdout or stderr lacks is escaped instead of raising after the work (UTF-8 lacks surrogates only).
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def json_line(row: dict[str, Any], stream: TextIO) -> str:
+    """`row` as JSON for this stream; ASCII unless it is in UTF-8, for the escapes of a stream are not JSON's."""
+    utf8 = codecs.lookup(stream.encoding or "utf-8").name == "utf-8"
+    return json.dumps(row, ensure_ascii=not utf8)
 
 
 def _mute() -> None:

@@ -6,25 +6,28 @@ Text streams on stdout; everything else, the last line with the speed included, 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from engine.batch import (
     Item,
+    at,
     check_ids,
+    check_requests,
     open_output,
     read_items,
+    read_output,
     read_text,
+    read_texts,
     request_hashes,
     run_batch,
 )
-from engine.console import Parser, command, say
+from engine.console import Parser, command, json_line, say
 from engine.errors import EngineError, RequestError
 from engine.options import (
     add_engine_options,
@@ -33,7 +36,7 @@ from engine.options import (
     engine_config,
     sampling_params,
 )
-from engine.prompts import naming
+from engine.prompts import check_token_ids, naming
 from engine.request import admit
 from engine.roof import roof_share
 
@@ -130,6 +133,8 @@ def _main(args: argparse.Namespace) -> int:
         or any(f.endswith(".jsonl") for f in args.prompt_file or [])
     ):
         return _batch(args, config)
+    if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
+        raise EngineError("--logprobs and --prompt-logprobs show only with --json or --output")
     prompts = _read_prompts(args)
     encoded: list[dict[str, Any]] = []
     encode_s = 0.0
@@ -140,10 +145,9 @@ def _main(args: argparse.Namespace) -> int:
         encoded.extend(_encode(llm, args, prompt) for prompt in prompts)
         encode_s = time.perf_counter() - begin
         params = sampling_params(args, llm.sampling_defaults)
-        limit = llm.config.max_model_len or llm.model_config.max_position_embeddings
         for i, prompt in enumerate(encoded):
             with naming(i, len(encoded)):
-                admit(len(prompt["prompt_token_ids"]), params, limit)
+                _check(llm, prompt, params)
 
     with checked_llm(config, args, encode) as llm:
         arrival = time.perf_counter() - encode_s  # TTFT has the encoding in it
@@ -154,7 +158,7 @@ def _main(args: argparse.Namespace) -> int:
         stats = llm.stats()
         if args.json:
             for output in outputs:
-                print(json.dumps(_as_json(output, llm, stats), ensure_ascii=False))
+                print(json_line(_as_json(output, llm, stats), sys.stdout))
         sys.stdout.flush()
         if llm.tokenizer is None and not args.json:
             ids = sum(len(o.outputs[0].token_ids) for o in outputs)
@@ -180,76 +184,85 @@ def checked_llm(
 
 def _batch(args: argparse.Namespace, config: EngineConfig) -> int:
     """Prompts of files as JSON Lines in, results as JSON Lines out."""
-    texts = [sys.stdin.read() if t == "-" else t for t in args.prompt or []]
+    common = sampling_params(args)
+    if args.input_len is not None or not (args.prompt or args.prompt_file):
+        raise EngineError("--output, --prompt-lines and .jsonl files need prompts, not --input-len")
+    texts = read_texts(args.prompt or [])
     items = [Item(f"prompt:{n}", f"--prompt {n}", "prompt", t, {}) for n, t in enumerate(texts, 1)]
     for name in args.prompt_file or []:
-        items += read_items(name, args.prompt_lines)
-    if args.input_len is not None or not items:
-        raise EngineError("--output, --prompt-lines and .jsonl files need prompts, not --input-len")
+        items += read_items(name, args.prompt_lines, common)
     check_ids(items)
     template = (args.chat_template, args.no_chat_template, args.system_prompt)
-    asked = (config.model, config.quantization, asdict(sampling_params(args)), template)
+    asked = (config.model, config.quantization, asdict(common), template)
     hashes = request_hashes(items, asked)
-    with ExitStack() as stack:
-        stream: IO[str] = sys.stdout
-        held = None
-        if args.output:
-            opened, done = open_output(args.output, hashes)
-            stream = stack.enter_context(opened)
-            total = len(items)
-            items = [item for item in items if item.id not in done]
-            held = total - len(items)
-            if held:
-                say(f"{held} of {total} results are in {args.output} already")
-            if not items:
-                return 0
+    held, length = None, 0
+    if args.output:
+        done, length = read_output(args.output, hashes)
+        total = len(items)
+        items = [item for item in items if item.id not in done]
+        held = total - len(items)
+        if held:
+            say(f"{held} of {total} results are in {args.output} already")
+        if not items:
+            return 0
+    prompts: list[dict[str, Any]] = []
 
-        def check(llm: LLM) -> None:
-            if all(item.source in ("prompt", "messages") for item in items):
-                llm.need_tokenizer("a text prompt")
-
-        llm = stack.enter_context(checked_llm(config, args, check))
+    def check(llm: LLM) -> None:
         params = sampling_params(args, llm.sampling_defaults)
+        for item in items:
+            with at(item.where):
+                if item.source == "prompt":
+                    prompt = _encode(llm, args, item.value)
+                elif item.source == "messages":
+                    prompt = _ids(*llm.encode_chat(item.value))
+                else:
+                    prompt = {"prompt_token_ids": item.value}
+                _check(llm, prompt, replace(params, **item.sampling))
+                prompts.append(prompt)
+
+    with checked_llm(config, args, check) as llm:
+        params = sampling_params(args, llm.sampling_defaults)
+        limits = [_limited(llm, replace(params, **i.sampling), p) for i, p in zip(items, prompts)]
+        check_requests(llm, items, prompts, limits)
         stats = llm.stats()
-
-        def prepare(item: Item) -> tuple[dict[str, Any], SamplingParams]:
-            if item.source == "prompt":
-                prompt = _encode(llm, args, item.value)
-            elif item.source == "messages":
-                prompt = _ids(*llm.encode_chat(item.value))
-            else:
-                prompt = {"prompt_token_ids": item.value}
-            return prompt, _limited(llm, replace(params, **item.sampling), prompt)
-
-        outputs = run_batch(
-            llm, items, prepare, lambda o: _as_json(o, llm, stats), stream, hashes,
-            held=held, quiet=args.quiet,
-        )  # fmt: skip
+        opened = open_output(args.output, length) if args.output else nullcontext(sys.stdout)
+        with opened as stream:
+            outputs = run_batch(
+                llm, items, prompts, limits, lambda o: _as_json(o, llm, stats), stream, hashes,
+                held=held, quiet=args.quiet,
+            )  # fmt: skip
         say(_summary(outputs, stats))
     return 0
 
 
+def _check(llm: LLM, prompt: dict[str, Any], params: SamplingParams) -> None:
+    """RequestError for what can be known before the weights are loaded; what memory holds is not."""
+    vocab = llm.model_config.vocab_size
+    ids = check_token_ids(prompt["prompt_token_ids"], vocab)
+    limit = llm.config.max_model_len or llm.model_config.max_position_embeddings
+    admit(len(ids), params, limit)
+    params.controls((), vocab)
+
+
 def _limited(llm: LLM, params: SamplingParams, prompt: dict[str, Any]) -> SamplingParams:
-    """With the command line's default length, where none is given."""
+    """With the command line's default length where none is given, clipped to the context."""
     if params.max_tokens is not None:
         return params
-    return replace(params, max_tokens=_fit(llm, prompt, max(DEFAULT_MAX_TOKENS, params.min_tokens)))
+    room = llm.max_model_len - len(prompt["prompt_token_ids"])  # none: refused later
+    return replace(params, max_tokens=max(1, min(room, max(DEFAULT_MAX_TOKENS, params.min_tokens))))
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str | None]:
-    """Texts in the order given, --prompt before --prompt-file; None stands for --input-len."""
-    prompts: list[str | None] = []
-    for text in args.prompt or []:
-        prompts.append(sys.stdin.read() if text == "-" else text)
-    for name in args.prompt_file or []:
-        prompts.append(read_text(name))
-    if args.input_len is not None:
-        if args.input_len < 1:
-            raise EngineError(f"--input-len {args.input_len} is not a whole number >= 1")
-        prompts.append(None)
-    if not prompts:
-        raise EngineError("no prompt: give --prompt TEXT, --prompt - for stdin, or --input-len N")
-    return prompts
+    """Texts in the order given, --prompt before --prompt-file; or None alone, for --input-len."""
+    if args.input_len is None:
+        if not args.prompt and not args.prompt_file:
+            raise EngineError("no prompt: give --prompt TEXT, --prompt - for stdin, or --input-len N")  # fmt: skip
+        return [*read_texts(args.prompt or []), *map(read_text, args.prompt_file or [])]
+    if args.prompt or args.prompt_file:
+        raise EngineError("--input-len is instead of --prompt and --prompt-file: give one of them")
+    if args.input_len < 1:
+        raise EngineError(f"--input-len {args.input_len} is not a whole number >= 1")
+    return [None]
 
 
 def _encode(llm: LLM, args: argparse.Namespace, prompt: str | None) -> dict[str, Any]:
@@ -273,12 +286,6 @@ def _encode(llm: LLM, args: argparse.Namespace, prompt: str | None) -> dict[str,
 
 def _ids(text: str, ids: list[int]) -> dict[str, Any]:
     return {"prompt": text, "prompt_token_ids": ids}
-
-
-def _fit(llm: LLM, prompt: dict[str, Any], wanted: int) -> int:
-    """The default length, clipped to the context; a prompt that leaves no room is refused later."""
-    room = llm.max_model_len - len(prompt.get("prompt_token_ids", ()))
-    return max(1, min(wanted, room))
 
 
 def _show(
@@ -311,7 +318,6 @@ def _show(
         if begun:
             sys.stdout.write("\n")
             sys.stdout.flush()
-        say("interrupted")
         raise
     return [outputs[i] for i in range(count)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -62,16 +63,19 @@ def measure(config: EngineConfig, args: argparse.Namespace) -> tuple[list[Batch]
     """(the timed batches, facts about the engine). Starts and closes an LLM."""
     from engine.llm import LLM
 
+    say(f"loading {config.model or 'the demo model'}")
     with LLM(**asdict(config)) as llm:
         prompts = random_prompts(
             args.batch_size, args.input_len, llm.model_config.vocab_size, config.seed
         )
         runs = []
-        for i in range(args.num_iters_warmup + args.num_iters):
-            runs.append(run_batch(llm, prompts, args.output_len))
-            done = i + 1 - args.num_iters_warmup
-            if done in (0, 1) or done == args.num_iters:
-                say(f"{'warm-up done' if not done else f'iteration {done} of {args.num_iters}'}")
+        said = 0.0
+        for what, total in (("warm-up", args.num_iters_warmup), ("iteration", args.num_iters)):
+            for n in range(1, total + 1):
+                if n == 1 or time.monotonic() - said >= 1:  # a line a second is enough
+                    say(f"{what} {n} of {total}")
+                    said = time.monotonic()
+                runs.append(run_batch(llm, prompts, args.output_len))
         stats = llm.stats()
         facts = {
             "model": llm.model_config.name, "vocab_size": llm.model_config.vocab_size,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 
 import pytest
 
 from engine import generate
-from engine.batch import open_output
+from engine.batch import read_output
 from engine.errors import EngineError
 from tests.unit.fakes import FakeExecutor, expected, write_model
 
@@ -95,6 +97,7 @@ def test_an_interrupted_batch_goes_on(executors, directory, tmp_path, monkeypatc
     assert 0 < count < 9
     said = capsys.readouterr().err
     assert f"interrupted: {count} of 9 written to {out}; run the same command again" in said
+    assert said.count("interrupted:") == 1 and "\ninterrupted\n" not in said
     assert generate.main(command) == 0
     got = rows(out.read_text())
     assert [r["token_ids"] for r in got] == [expected([n + 1], 8, VOCAB) for n in range(9)]
@@ -108,30 +111,54 @@ def test_an_interrupted_batch_goes_on(executors, directory, tmp_path, monkeypatc
         ('{"text": "x"}', r"in.jsonl:2 needs exactly one of prompt, messages"),
         ('{"prompt": "x", "messages": []}', r"in.jsonl:2 needs exactly one"),
         ('{"prompt": "x", "topp": 0.5}', r"in.jsonl:2: unknown field 'topp'"),
+        ('{"prompt": ""}', r"in.jsonl:2: the prompt is empty"),
         ('{"prompt": 3}', r"in.jsonl:2: prompt is not a text"),
         ('{"prompt": "x", "id": 1.5}', r"in.jsonl:2: id 1.5"),
         ('{"prompt": "x", "id": "a"}', r"in.jsonl:2: id 'a' is also that of .*in.jsonl:1"),
         ('{"prompt": "x", "top_p": 3}', r"in.jsonl:2: top_p=3 is not"),
         ('{"prompt_token_ids": [400]}', r"in.jsonl:2: prompt_token_ids\[0\] = 400"),
+        ('{"prompt": "x", "temperature": -1}', r"in.jsonl:2: temperature=-1 is not"),
+        ('{"prompt": "x", "logit_bias": {"400": 1}}', r"in.jsonl:2: logit_bias\[400\]"),
+        ('{"prompt": "x", "max_tokens": 9999}', r"in.jsonl:2: a prompt of .* over the context"),
         ('{"messages": [{"role": 1}]}', r"in.jsonl:2: messages\[0\]"),
     ],
 )
 def test_a_bad_line_is_named(executors, directory, tmp_path, capsys, line, message):
     file = tmp_path / "in.jsonl"
     file.write_text('{"prompt": "fine", "id": "a"}\n' + line + "\n")
-    assert generate.main(["--model", directory, "--prompt-file", str(file)]) == 2
-    out, err = capsys.readouterr()
-    import re
+    output = tmp_path / "out.jsonl"
+    for more in ([], ["--output", str(output)]):
+        assert generate.main(["--model", directory, "--prompt-file", str(file), *more]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and re.search(message, err), err
+    assert executors == [] and not output.exists(), "found before the model loads"
 
-    assert out == "" and re.search(message, err), err
+
+def test_a_byte_order_mark_and_a_file_of_no_prompts(executors, directory, tmp_path, capsys):
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt_token_ids": [1], "max_tokens": 2}\n')
+    assert generate.main(["--model", directory, "--prompt-file", str(file)]) == 0
+    capsys.readouterr()
+    file.write_text("\n\n")
+    assert generate.main(["--model", directory, "--prompt-file", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: --prompt-file {file} holds no prompts\n"
 
 
 def test_an_output_that_is_something_else_is_left_alone(tmp_path):
     file = tmp_path / "notes.txt"
     file.write_text("my notes\n")
     with pytest.raises(EngineError, match=r"notes.txt:1 is not a result"):
-        open_output(str(file), {})
+        read_output(str(file), {})
     assert file.read_text() == "my notes\n"
+
+
+@pytest.mark.timeout(20)
+def test_an_output_that_is_no_regular_file_is_refused(executors, directory, tmp_path, capsys):
+    os.mkfifo(tmp_path / "fifo")
+    for name in (str(tmp_path / "fifo"), "/dev/full", "/dev/null"):
+        assert generate.main(["--model", directory, "--prompt", "x", "--output", name]) == 2
+        assert capsys.readouterr().err == f"error: --output {name} is not a regular file\n"
+    assert executors == []
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (SystemExit(143), 143)])

@@ -234,6 +234,8 @@ def test_latency_of_a_real_engine_on_the_cpu(directory, tmp_path, capsys):
     argv = ["latency", directory, "--load-format", "dummy", "--device", "cpu", "--input-len", "8",
             "--output-len", "5", "--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"]  # fmt: skip
     assert main([*argv, "--output-json", str(out)]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith(f"loading {directory}\nwarm-up 1 of 1\niteration 1 of 2\n")
     content = json.loads(out.read_text())
     assert len(content["latencies"]) == 2 and content["answers_equal"] and content["roof"] is None
     assert {r["metric"] for r in content["rows"]} >= {

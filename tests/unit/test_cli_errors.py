@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
 import pytest
+import torch
 
 from engine import generate
+from engine.console import run
+from tests.unit.fakes import write_model
 
 
 @pytest.mark.parametrize(
@@ -44,6 +53,13 @@ from engine import generate
         (["--prompt", "x", "--model", "/absent"], "/absent"),
         (["--prompt-file", "/absent"], "--prompt-file /absent"),
         (["--input-len", "0"], "--input-len 0"),
+        (["--prompt", "x", "--input-len", "4"], "--input-len is instead of --prompt"),
+        (["--prompt", "-", "--prompt", "-"], "--prompt - is given twice"),
+        (["--prompt", "-", "--prompt", "-", "--output", "o"], "--prompt - is given twice"),
+        (["--prompt", ""], "the prompt is empty: --prompt ''"),
+        (["--prompt-file", "/dev/null"], "--prompt-file /dev/null holds no prompts"),
+        (["--prompt", "x", "--logprobs", "1"], "--logprobs and --prompt-logprobs show only with"),
+        (["--prompt", "x", "--prompt-logprobs", "0"], "--prompt-logprobs show only with --json"),
         (["Why is the sky blue?"], "is taken as the model"),
         (["--model", "", "--prompt", "x"], "model='' is an empty name"),
         (["--prompt", "x", "--max-tokens", "infk"], "'infk' is not a whole number"),
@@ -69,3 +85,82 @@ def test_user_errors_in_one_line(args, message, capsys):
     out, err = capsys.readouterr()
     assert out == "" and message in err
     assert err.startswith("error: ") and err.count("\n") == 1
+
+
+# ---- standard streams
+
+
+def shell(line):
+    """(exit code, stdout, stderr) of a line of bash in which $E starts `engine`."""
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; E='{sys.executable} -m engine.cli'; {line}"],
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_closed_streams_are_like_the_null_device():
+    assert shell("$E info --json >&-") == (0, "", "")
+    assert shell("$E generate --bogus 2>&-") == (2, "", ""), "no error goes to stdout instead"
+    code, out, err = shell("$E generate qwen2.5-7b --prompt - <&-")
+    assert (code, out, err) == (2, "", "error: the prompt is empty: stdin\n")
+    code, out, err = shell("printf '\\xff' | PYTHONIOENCODING=utf-8:strict $E generate --prompt -")
+    assert (code, out, err) == (2, "", "error: --prompt -: stdin: not UTF-8 text\n")
+
+
+def test_characters_that_stdout_lacks_are_escaped(tmp_path):
+    model = write_model(tmp_path / "m", positions=512)
+    line = (
+        "PYTHONIOENCODING=latin-1 $E generate {} --load-format dummy --device cpu --quiet --max-tokens 2 "
+        "-p '\u20ac \U0001f389 \xe9' --no-chat-template"
+    )
+    for more in ("", "--prompt-lines", "--json"):
+        code, out, err = shell(line.format(model) + f" {more}")
+        assert code == 0 and "Traceback" not in err, err
+        if more:
+            assert json.loads(out)["prompt"] == "\u20ac \U0001f389 \xe9"
+    code, out, err = shell("$E generate $'/absent\\xff' --prompt x")
+    assert (code, out) == (2, "") and "/absent\\udcff" in err
+
+
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "bench --help"])
+def test_help_that_cannot_be_written_is_no_traceback(arguments):
+    gone = shell(f"($E {arguments}; echo $? >&2) | true")
+    full = shell(f"$E {arguments} > /dev/full")
+    assert gone[1:] in (("", "141\n"), ("", "0\n")), "0: written before the reader was gone"
+    assert full == (2, "", "error: cannot write the output: No space left on device\n")
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    ("allocate", "what"),
+    [
+        (lambda: torch.empty(10**15, dtype=torch.uint8), "1000000000000000 bytes are not to be had"),
+        (lambda: np.empty(2**50, np.uint8), "1.00 PiB are not to be had"),
+        (lambda: bytearray(10**17), "an allocation failed"),
+    ],
+)  # fmt: skip
+def test_out_of_memory_is_one_line(allocate, what, capsys):
+    assert run(allocate) == 2
+    err = capsys.readouterr().err
+    assert err == (
+        f"error: out of memory: {what}; lower --max-num-seqs or --max-model-len, or take -q fp8\n"
+    )
+
+
+def test_other_runtime_errors_are_not_hidden():
+    def body():
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(body)
+
+
+def test_an_interrupt_is_said_once(capsys):
+    def body():
+        signal.raise_signal(signal.SIGINT)
+
+    assert run(body) == 130
+    assert capsys.readouterr().err == "interrupted\n"
