@@ -152,6 +152,8 @@ def _main(args: argparse.Namespace) -> int:
 
     def check(llm: LLM) -> None:
         llm.encode_chat([{"role": "user", "content": "hi"}])  # refuses a model that cannot chat
+        params = sampling_params(args, llm.sampling_defaults)
+        params.check_vocabulary(llm.model_config.vocab_size)
 
     with checked_llm(config, args, check) as llm:
         interrupt = Interrupt()

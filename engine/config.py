@@ -197,22 +197,17 @@ class EngineConfig:
             refuse("shard_of", self.shard_of, "works with load_format='dummy' only")
         object.__setattr__(self, "dtype", DTYPES[self.dtype])
 
-    def shape_at_hand(self) -> ModelConfig | None:
-        """The model's shape, if it can be had without fetching or loading anything; never an error."""
+    def _valid_degrees(self) -> str:
+        """The end of a message: the model's TP degrees, if its shape can be had without fetching anything."""
         from engine.demo import MODEL_FOLDER, cache_dir
 
         name = self.model or str(cache_dir() / MODEL_FOLDER)
         try:
             if self.load_format == "dummy" and not os.path.isdir(name):
-                return preset(name)
-            return from_dir(Path(name).expanduser())
+                model = preset(name)
+            else:
+                model = from_dir(Path(name).expanduser())
         except EngineError:  # told where the model is opened
-            return None
-
-    def _valid_degrees(self) -> str:
-        """The end of a message: the model's TP degrees, if its shape is at hand."""
-        model = self.shape_at_hand()
-        if model is None:
             return ""
         return f"; valid degrees of {model.name}: {', '.join(map(str, model.valid_tp()))}"
 

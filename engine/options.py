@@ -117,12 +117,7 @@ def sampling_params(
     args: argparse.Namespace, defaults: Mapping[str, Any] | None = None
 ) -> SamplingParams:
     """SamplingParams of parsed arguments over `defaults`. RequestError for a bad value."""
-    params = SamplingParams(**{**(defaults or {}), **_given(args, SamplingParams, _NOT_FLAGS)})
-    if params.stop_token_ids:  # requests are checked too, but only once the weights are loaded
-        model = engine_config(args).shape_at_hand()
-        if model is not None:
-            params.check_vocabulary(model.vocab_size)
-    return params
+    return SamplingParams(**{**(defaults or {}), **_given(args, SamplingParams, _NOT_FLAGS)})
 
 
 def _given(args: argparse.Namespace, kind: type, without: Collection[str]) -> dict[str, Any]:
