@@ -40,6 +40,12 @@ def talk(tmp_path, monkeypatch, capsys):
     return run
 
 
+def test_ids_beyond_the_vocabulary_are_refused_before_loading(tmp_path, capsys):
+    directory = str(write_model(tmp_path / "model", positions=256))
+    assert chat.main(["--model", directory, "--stop-token-ids", "999999"]) == 2
+    assert "outside the vocabulary" in capsys.readouterr().err
+
+
 def test_turns_reuse_the_history(talk):
     out, err, executor = talk("hi\nagain\n")
     assert out == "hello world\nhello world\n"

@@ -276,7 +276,11 @@ def test_prompts_are_refused_before_the_weights_load(fake, directory, capsys, tm
         (["qwen2.5-0.5b", "--dummy-weight", "--prompt", "text"], "a text prompt needs a tokenizer"),
         (["qwen2.5-0.5b", "--dummy-weight", *batch], "a text prompt needs a tokenizer"),
         ([directory, "--no-chat-template", "--prompt", ""], "the prompt is empty"),
-        ([directory, *long], "leaves no room for an answer in a context of 30"),
+        (
+            [directory, *long],
+            "leaves no room for an answer in a context of 30; shorten it or raise",
+        ),
+        ([directory, "--prompt", "a", "--stop-token-ids", "999999"], "outside the vocabulary"),
         ([directory, "--no-chat-template", "--prompt", "a", *long], "prompt 1: the prompt has"),
     ):
         assert generate.main(arguments) == 2
