@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.console import Parser, command, say
-from engine.errors import RequestError
+from engine.errors import EngineError, RequestError
 from engine.generate import checked_llm
 from engine.options import (
     add_engine_options,
@@ -146,7 +146,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     config = replace(engine_config(args), prefix_caching=True)
-    sampling_params(args)  # a bad value is refused before the model loads
+    params = sampling_params(args)  # a bad value is refused before the model loads
+    if (params.logprobs, params.prompt_logprobs) != (None, None):
+        raise EngineError("--logprobs and --prompt-logprobs show in engine generate --json only")
     if not hasattr(args, "max_num_seqs"):
         config = replace(config, max_num_seqs=1)
 

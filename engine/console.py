@@ -1,6 +1,6 @@
 """Manners of the command lines: one-line errors, signals, exit codes, what goes to stderr.
 
-Exit codes: 0 done, 1 the device failed, 2 the user's input cannot work, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 the device failed, 2 the user's input cannot work, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def log_to_stderr(quiet: bool) -> None:
 
 def _handle_signals() -> dict[int, Any]:
     """The first Ctrl-C unwinds (devices are given back), in CLEAN_END_S at most; the second ends the process
-    at once. SIGTERM likewise.
+    at once. SIGTERM and SIGHUP (the terminal is closed) likewise; not SIGHUP under nohup.
 
     Returns the handlers that were there; only the main thread may set any.
     """
@@ -193,11 +193,12 @@ def _handle_signals() -> dict[int, Any]:
         raise KeyboardInterrupt
 
     def terminate(number, frame):
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-        _watchdog.start(143)
-        raise SystemExit(143)
+        code = 128 + number
+        signal.signal(number, lambda *_: os._exit(code))
+        _watchdog.start(code)
+        raise SystemExit(code)
 
-    return {
-        signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
-    }
+    handlers: dict[int, Any] = {signal.SIGINT: interrupt, signal.SIGTERM: terminate}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        handlers[signal.SIGHUP] = terminate
+    return {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -15,7 +15,6 @@ Activations stay 16-bit here, so scales of activations and of the KV cache are r
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
+from engine.metadata import read_object
 
 SCALE_DTYPES = ("F32", "BF16", "F16")
 # Scales of what we keep in 16 bits: activations, KV cache.
@@ -56,14 +56,9 @@ def scheme_of(directory: Path) -> Scheme | None:
     """Scheme of a directory from config.json or ModelOpt's hf_quant_config.json; None: not
     quantised.
 
-    Raises CheckpointError that names a scheme which is not read."""
+    Raises CheckpointError that names a scheme which is not read, or a file that cannot be."""
     for file in ("config.json", "hf_quant_config.json"):
-        try:
-            config = json.loads((directory / file).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue  # config.py reports a missing or damaged config.json
-        if not isinstance(config, dict):
-            continue
+        config = read_object(directory / file) or {}
         quantization = config.get("quantization_config") or config.get("quantization")
         if isinstance(quantization, dict):
             return _read(directory, quantization)

@@ -40,10 +40,12 @@ def talk(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_ids_beyond_the_vocabulary_are_refused_before_loading(tmp_path, capsys):
+def test_what_cannot_work_is_refused_before_loading(tmp_path, capsys):
     directory = str(write_model(tmp_path / "model", positions=256))
     assert chat.main(["--model", directory, "--stop-token-ids", "999999"]) == 2
     assert "outside the vocabulary" in capsys.readouterr().err
+    assert chat.main(["--model", directory, "--logprobs", "2"]) == 2
+    assert "--logprobs" in capsys.readouterr().err
 
 
 def test_turns_reuse_the_history(talk):
@@ -151,7 +153,9 @@ def test_a_terminal_session_with_the_demo_model(demo):
         terminal.end()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_generate_within_five_seconds(demo, number, code):
     terminal = Terminal(
         "engine.generate", demo, "--device", "cpu", "--prompt", "Tell me a very long story.",

@@ -320,7 +320,9 @@ def test_interrupted_in_process(fake, directory, capsys, monkeypatch):
 LONG = ["--load-format", "dummy", "--device", "cpu", "--prompt", "hello", "--ignore-eos"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals_end_a_run_cleanly(directory, number, code):
     command = [sys.executable, "-m", "engine.generate", directory, *LONG, "--max-tokens", "4000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
