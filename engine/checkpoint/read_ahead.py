@@ -66,7 +66,7 @@ class Wanted:
         rows = self.rows().values()
         if not rows:
             return
-        row_bytes = self.info.nbytes // self.info.shape[0]
+        row_bytes = self.info.row_bytes
         step = max(1, nbytes // row_bytes)
         last = max(stop for _, stop in rows)
         for row in range(min(start for start, _ in rows), last, step):

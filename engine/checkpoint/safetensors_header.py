@@ -39,6 +39,11 @@ class TensorInfo:
     offset: int
     nbytes: int
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of a tensor that has rows."""
+        return self.nbytes // self.shape[0]
+
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Tensors of one file by name. Raises BadFile: absent, Git LFS pointer, truncated or

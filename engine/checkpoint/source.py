@@ -146,7 +146,7 @@ class CheckpointSource:
             and all(not padding(part, rank) for rank in devices)
             and all(into[rank].dtype == TORCH_DTYPES[info.dtype] for rank in devices)
         )
-        wanted = Wanted(info, part.axis, _local_ranges(part, devices))
+        wanted = self._wanted(part, devices)
         stored = self._staging.read(
             wanted, TORCH_DTYPES[info.dtype], devices, into if straight else None
         )
@@ -179,7 +179,7 @@ class CheckpointSource:
         this order, from one thread. Gives what stops it, from any thread."""
         wanted, kinds = [], set()
         for part, devices in parts:
-            wanted.append(Wanted(self._info(part), part.axis, _local_ranges(part, devices)))
+            wanted.append(self._wanted(part, devices))
             if self.index.is_fp8(part.name):
                 wanted.append(self._wanted_scales(part, devices))
             kinds |= {device.type for device in devices.values()}
@@ -216,6 +216,9 @@ class CheckpointSource:
                 f"{self.index.directory}: {part.name}: {found}, wanted {list(part.shape)}"
             )
         return info
+
+    def _wanted(self, part: Part, ranks: Iterable[int]) -> Wanted:
+        return Wanted(self._info(part), part.axis, _local_ranges(part, ranks))
 
     def _scale_info(self, part: Part) -> TensorInfo:
         info = scale_of(self.index.tensors[part.name], self.index.tensors)

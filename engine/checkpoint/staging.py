@@ -57,14 +57,15 @@ class Staging:
                 out[rank] = into[rank]
                 assert list(out[rank].shape) == shape and out[rank].dtype == dtype
         rows, width = wanted.rows(), wanted.info.shape[-1]
+        if not rows:
+            return out
         cut = {
             r: [column * dtype.itemsize for column in wanted.ranges[r]]
             for r in rows
             if wanted.axis == 1 and out[r].shape[1] < width
         }
         # As the widest integers that all rows and slices begin and end at: copies between strides go by element.
-        row_bytes = wanted.info.nbytes // wanted.info.shape[0] if rows else 1
-        unit = math.gcd(8, row_bytes, *(at for span in cut.values() for at in span))
+        unit = math.gcd(8, wanted.info.row_bytes, *(at for span in cut.values() for at in span))
         places = {
             r: (out[r][:, None] if out[r].ndim == 1 else out[r]).view(_INTEGERS[unit]) for r in rows
         }
