@@ -16,12 +16,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.console import Parser, command, say
-from engine.errors import EngineError, RequestError
+from engine.errors import RequestError
 from engine.generate import checked_llm
 from engine.options import (
     add_engine_options,
     add_sampling_options,
     engine_config,
+    refuse_logprobs,
     sampling_params,
 )
 
@@ -147,8 +148,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     config = replace(engine_config(args), prefix_caching=True)
     params = sampling_params(args)  # a bad value is refused before the model loads
-    if (params.logprobs, params.prompt_logprobs) != (None, None):
-        raise EngineError("--logprobs and --prompt-logprobs show in engine generate --json only")
+    refuse_logprobs(params, "in engine generate --json only")
     if not hasattr(args, "max_num_seqs"):
         config = replace(config, max_num_seqs=1)
 

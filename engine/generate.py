@@ -34,6 +34,7 @@ from engine.options import (
     add_sampling_options,
     count,
     engine_config,
+    refuse_logprobs,
     sampling_params,
 )
 from engine.prompts import check_token_ids, naming
@@ -133,8 +134,8 @@ def _main(args: argparse.Namespace) -> int:
         or any(f.endswith(".jsonl") for f in args.prompt_file or [])
     ):
         return _batch(args, config)
-    if not args.json and (params.logprobs, params.prompt_logprobs) != (None, None):
-        raise EngineError("--logprobs and --prompt-logprobs show only with --json or --output")
+    if not args.json:
+        refuse_logprobs(params, "only with --json or --output")
     prompts = _read_prompts(args)
     encoded: list[dict[str, Any]] = []
     encode_s = 0.0

@@ -120,6 +120,12 @@ def sampling_params(
     return SamplingParams(**{**(defaults or {}), **_given(args, SamplingParams, _NOT_FLAGS)})
 
 
+def refuse_logprobs(params: SamplingParams, shown: str) -> None:
+    """EngineError if log probabilities are asked for where they are not `shown`."""
+    if (params.logprobs, params.prompt_logprobs) != (None, None):
+        raise EngineError(f"--logprobs and --prompt-logprobs show {shown}")
+
+
 def _given(args: argparse.Namespace, kind: type, without: Collection[str]) -> dict[str, Any]:
     names = [f.name for f in fields(kind) if f.name not in without]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
