@@ -1,0 +1,85 @@
+"""A command line as a process of its own: exit codes, signals, what becomes of its streams. The model is a tiny one with
+random weights on the CPU back end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.unit.fakes import write_model
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("model"), positions=4096))
+
+
+def engine(*args, stdin="", module="engine.generate"):
+    command = [sys.executable, "-m", module, *args]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=120, env=ENV
+    )
+
+
+def test_user_errors_from_a_process(directory):
+    done = engine("--prompt", "x", "--model", directory, "--tp", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and "valid degrees: 1, 2, 4" in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+LONG = ["--load-format", "dummy", "--device", "cpu", "--prompt", "hello", "--ignore-eos"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_signals_end_a_run_cleanly(directory, number, code):
+    command = [sys.executable, "-m", "engine.generate", directory, *LONG, "--max-tokens", "4000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV)
+    try:
+        assert process.stdout.read(1), process.stderr.read().decode()
+        start = time.monotonic()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == code, err
+        assert time.monotonic() - start < 5
+        assert b"Traceback" not in err
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_closed_pipe_is_quiet(directory):
+    command = f"{sys.executable} -m engine.generate {directory} {' '.join(LONG)} --max-tokens 800"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -c 1"], capture_output=True, env=ENV, timeout=120
+    )
+    assert len(done.stdout) == 1
+    assert b"Traceback" not in done.stderr and b"BrokenPipe" not in done.stderr
+
+
+def test_a_full_disk_is_one_line(directory):
+    command = f"{sys.executable} -m engine.generate {directory} {' '.join(LONG)} --max-tokens 4 --json --quiet"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} > /dev/full"], capture_output=True, env=ENV, timeout=120
+    )
+    last = done.stderr.decode().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("error: cannot write the output: No space")
+    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+
+
+def test_a_real_process_answers(directory):
+    arguments = ["--model", directory, *LONG[:4], "--prompt", "-", "--max-tokens", "8", "--json"]
+    done = engine(*arguments, "--ignore-eos", stdin="hello")
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert len(row["token_ids"]) == 8 and "user\nhello<|im_end|>" in row["prompt"]
