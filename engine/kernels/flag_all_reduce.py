@@ -125,16 +125,23 @@ def flag_all_reduce_kernel(
     bases = tl.load(peers + peer)
     if PDL:
         gdc_wait()
+    # In flight together: the first block of x, that of the residual, the epoch.
+    chunk = program * BLOCK + lanes
+    at = chunk.to(tl.int64) * 16
+    if PUBLISH:
+        w0, w1, w2, w3 = load16(x.to(tl.int64) + at, chunk < chunks)
+    held = ()
+    if REDUCE and RESIDUAL:
+        held = load16(residual.to(tl.int64) + at, chunk < chunks)
     epoch_at = (own + (programs * WORLD + program) * 4).to(tl.pointer_type(tl.int32))
     epoch = tl.load(epoch_at, volatile=True) + 1
     half = data + (epoch & 1).to(tl.int64) * half_bytes
     if PUBLISH:
-        for block in range(program, blocks, programs):
-            chunk = block * BLOCK + lanes
-            live = chunk < chunks
+        for _ in range(program, blocks, programs):
+            push16(own + half + at, w0, w1, w2, w3, chunk < chunks)
+            chunk += programs * BLOCK
             at = chunk.to(tl.int64) * 16
-            w0, w1, w2, w3 = load16(x.to(tl.int64) + at, live)
-            push16(own + half + at, w0, w1, w2, w3, live)
+            w0, w1, w2, w3 = load16(x.to(tl.int64) + at, chunk < chunks)
         tl.debug_barrier()  # the release below covers every thread's stores
         release_flag(bases + (program * WORLD + rank) * 4, epoch, thread < WORLD)
     if REDUCE:
@@ -145,14 +152,14 @@ def flag_all_reduce_kernel(
             chunk = block * BLOCK + lanes
             live = chunk < chunks
             at = chunk.to(tl.int64) * 16
-            held = ()
-            if RESIDUAL:
-                held = load16(residual.to(tl.int64) + at, live)
             words = ()
             for r in tl.static_range(WORLD):
                 words += load16(targets[r] + half + at, live)
             y = sum_messages(words, held, WORLD, RESIDUAL, out.dtype.element_ty)
             push16(out.to(tl.int64) + at, y[0], y[1], y[2], y[3], live)
+            if RESIDUAL:
+                chunk += programs * BLOCK
+                held = load16(residual.to(tl.int64) + chunk.to(tl.int64) * 16, chunk < chunks)
         tl.store(epoch_at, epoch)
 
 
