@@ -3,12 +3,13 @@
 Two GPUs: from one to the other, against NCCL send/recv. One GPU: loopback between two streams of
 it, and the rows say so; that shows what waiting and signalling cost, not a link.
 
-latency    ping-pong: put, wait for the answer, consumed; half a round trip, us
-bandwidth  puts back to back against wait + consumed; us a hand-off, GB/s
+latency    ping-pong: put, wait for the answer and end the one before; half a round trip, us
+bandwidth  puts back to back against waits that end the one before; us a hand-off, GB/s
 floor      one copy of the size in the same kind of graph
 
-Forms: stream (stream wait, put kernel), stream_credit (the producer's credit by a stream wait too),
-copy_engine (no kernel on the producer), poll and poll_pdl (in-kernel wait). A watchdog bounds every
+Forms: stream (stream wait and return, put kernel: no kernel on the consumer), stream_credit (the producer's credit by a
+stream wait too), stream_checked (returned by a kernel that checks the put's number), copy_engine (no kernel on either end),
+poll and poll_pdl (in-kernel wait and return). A watchdog bounds every
 stream wait, so nothing hangs. Rows go to $OUT/put_signal.json (bench/rows.py). Exit 1 if a check
 failed.
 """
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -46,13 +48,14 @@ from engine.runtime.stream_signal import Channel, capture
 
 SIZES = (16, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 LINK_BYTES_PER_S = 478e9  # NVLink 4, 18 lanes, each way, as the driver says
-# name: how the consumer waits, how the producer waits for its credit, what moves the payload, PDL
+# name: how the consumer waits, how the producer waits for its credit, how a slot is returned, what moves the payload, PDL
 FORMS = {
-    "stream": ("stream", "kernel", "kernel", False),
-    "stream_credit": ("stream", "stream", "kernel", False),
-    "copy_engine": ("stream", "kernel", "copy", False),
-    "poll": ("kernel", "kernel", "kernel", False),
-    "poll_pdl": ("kernel", "kernel", "kernel", True),
+    "stream": ("stream", "kernel", "stream", "kernel", False),
+    "stream_credit": ("stream", "stream", "stream", "kernel", False),
+    "stream_checked": ("stream", "kernel", "kernel", "kernel", False),
+    "copy_engine": ("stream", "kernel", "stream", "copy", False),
+    "poll": ("kernel", "kernel", "kernel", "kernel", False),
+    "poll_pdl": ("kernel", "kernel", "kernel", "kernel", True),
 }
 STALL_S = 3.0
 
@@ -66,11 +69,12 @@ class Pair:
     """Two ends with a channel each way, for one form and size."""
 
     def __init__(self, devices: Sequence[torch.device], form: str, nbytes: int) -> None:
-        waits, credit, self.engine, self.pdl = FORMS[form]
+        waits, credit, returns, self.engine, self.pdl = FORMS[form]
         self.gated = all(probe_stream_waits(device.index).memops for device in devices)
         self.streams = independent_streams(*devices)
         ends = (devices, devices[::-1])
-        self.channels = [Channel(nbytes, a, b, waits=waits, credit=credit) for a, b in ends]
+        how: dict[str, Any] = dict(waits=waits, credit=credit, returns=returns)
+        self.channels = [Channel(nbytes, a, b, **how) for a, b in ends]
         self.sources = [
             torch.randint(256, (nbytes,), dtype=torch.uint8, device=device) for device in devices
         ]
@@ -82,24 +86,25 @@ class Pair:
     def put(self, end: int) -> None:
         self.channels[end].put(self.sources[end], engine=self.engine, pdl=self.pdl)
 
-    def take(self, end: int, then: Callable[[], None] = lambda: None) -> None:
-        """At `end`: wait, `then`, consumed."""
+    def take(self, end: int, first: bool) -> None:
+        """At `end`: the next hand-off, which ends the one before it."""
         channel = self.channels[1 - end]
-        channel.wait(pdl=self.pdl)
-        then()
-        channel.consumed(pdl=self.pdl)
+        (channel.wait if first else channel.next)(pdl=self.pdl)
 
     def ping_pong(self, end: int, calls: int) -> None:
-        for _ in range(calls):
+        for call in range(calls):
             if end == 0:
                 self.put(0)
-                self.take(0)
-            else:
-                self.take(1, then=lambda: self.put(1))
+            self.take(end, first=call == 0)
+            if end == 1:
+                self.put(1)
+        self.channels[1 - end].consumed(pdl=self.pdl)
 
     def one_way(self, end: int, calls: int) -> None:
-        for _ in range(calls):
-            self.put(0) if end == 0 else self.take(1)
+        for call in range(calls):
+            self.put(0) if end == 0 else self.take(1, first=call == 0)
+        if end == 1:
+            self.channels[0].consumed(pdl=self.pdl)
 
     def capture(self, body: Callable[[int, int], None], calls: int) -> list[torch.cuda.CUDAGraph]:
         return [

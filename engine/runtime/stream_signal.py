@@ -15,9 +15,16 @@ import torch
 
 from engine.errors import DeviceError, EngineError
 from engine.kernels import put_signal
-from engine.kernels.put_signal import ABORT, ABORT_SEQUENCE, ARMED, SLOTS, UNNUMBERED, Route
+from engine.kernels.put_signal import ABORT, ABORT_SEQUENCE, ARMED, SLOTS, UNNUMBERED, Route, Slot
 from engine.kernels.sync import ABORT_EXPIRED, DEFAULT_LIMIT_US, STATUS_WORDS
-from engine.runtime.stream_ops import probe_stream_waits, stream_copy, stream_wait, stream_write
+from engine.runtime.stream_ops import (
+    MemoryOp,
+    probe_stream_waits,
+    stream_batch,
+    stream_copy,
+    stream_wait,
+    stream_write,
+)
 
 
 def capture(
@@ -49,6 +56,8 @@ class Channel:
 
         producer: put(x)        consumer: y = wait(); kernels that read y; consumed()
 
+    A consumer of several in turn says `y = next()` for `consumed` and `wait` together.
+
     The slot of a call is its number modulo `slots` on each end, counted on the host and hence a
     constant of a graph: both ends must make their calls in the same pattern. A graph starts at slot
     0 (`capture`), so a number of calls that `slots` divides keeps all slots busy across replays,
@@ -58,7 +67,9 @@ class Channel:
     waits: how the consumer waits: "stream" (no multiprocessor), "kernel" (one warp, bounded by
     limit_us) or None: stream where the probe allows it. The producer always checks its credit in
     the put kernel, bounded; credit "stream" puts a stream wait in front, for a producer that is
-    often held up. Stream waits are bounded by a `Watchdog` only, and streams of one device must have been
+    often held up. returns: how a hand-off ends, "kernel" (one warp, which checks that it was the put expected) or
+    "stream": two stream writes, which check nothing, and with stream waits `next` is one node of a graph: no kernel
+    of the consumer's but those that read. Stream waits are bounded by a `Watchdog` only, and streams of one device must have been
     tried together (`stream_ops.independent_streams`): where none are found, waits must be kernels.
     """
 
@@ -71,6 +82,7 @@ class Channel:
         slots: int = SLOTS,
         waits: str | None = None,
         credit: str = "kernel",
+        returns: str = "kernel",
         route: Route = put_signal.ROUTE,
         limit_us: int = DEFAULT_LIMIT_US,
     ) -> None:
@@ -82,12 +94,16 @@ class Channel:
         ends = (self.producer, self.consumer)
         able = cuda and all(probe_stream_waits(device.index).memops for device in ends)
         self.waits, self.credit = waits or ("stream" if able else "kernel"), credit
-        if not {self.waits, credit} <= {"stream", "kernel"}:
-            raise EngineError(f"waits {waits!r}, credit {credit!r}: choose stream or kernel")
-        if "stream" in (self.waits, credit) and not able:
+        self.returns = returns
+        chosen = {self.waits, credit, returns}
+        if not chosen <= {"stream", "kernel"}:
+            raise EngineError(
+                f"waits {waits!r}, credit {credit!r}, returns {returns!r}: choose stream or kernel"
+            )
+        if "stream" in chosen and not able:
             raise EngineError(
                 f"{self.producer} -> {self.consumer} cannot wait on a stream (`engine info`): "
-                "choose waits='kernel', credit='kernel'"
+                "choose waits='kernel', credit='kernel', returns='kernel'"
             )
         self.box = put_signal.Mailbox(nbytes, self.producer, self.consumer, slots)
         status = torch.zeros(STATUS_WORDS, dtype=torch.int32)
@@ -106,15 +122,16 @@ class Channel:
             raise EngineError(f"put engine {engine!r}: choose kernel or copy")
         nbytes = put_signal.check_source(source, slot)
         with on_device(self.producer):
-            if engine == "copy" or self.credit == "stream":
-                stream_wait(self._stream(self.producer), slot.credit)
             if engine == "kernel":
+                if self.credit == "stream":
+                    stream_wait(self._stream(self.producer), slot.credit)
                 put_signal.put(
                     source, slot, self.status, self.route, pdl=pdl, limit_us=self.limit_us
                 )
             else:
                 stream = self._stream(self.producer)
-                stream_write(stream, slot.credit, ARMED)
+                taken = MemoryOp("write", slot.credit, ARMED)
+                stream_batch(stream, MemoryOp("wait", slot.credit), taken)
                 stream_copy(stream, slot.payload, source.data_ptr(), nbytes)
                 stream_write(stream, slot.header, UNNUMBERED)
         self._puts += 1
@@ -134,9 +151,26 @@ class Channel:
     def consumed(self, *, pdl: bool = False) -> None:
         """Enqueue the end of the oldest hand-off not yet ended: re-arm its header, give its credit
         back."""
+        slot = self.box.slot(self._consumed)
         with on_device(self.consumer):
-            put_signal.consume(self.box.slot(self._consumed), self.status, self.route, pdl=pdl)
+            if self.returns == "stream":
+                stream_batch(self._stream(self.consumer), *_returned(slot))
+            else:
+                put_signal.consume(slot, self.status, self.route, pdl=pdl)
         self._consumed += 1
+
+    def next(self, *, pdl: bool = False) -> torch.Tensor:
+        """`consumed`, then `wait`: one operation where the stream does both."""
+        if {self.waits, self.returns} != {"stream"}:
+            self.consumed(pdl=pdl)
+            return self.wait(pdl=pdl)
+        ended, slot = self.box.slot(self._consumed), self.box.slot(self._waits)
+        with on_device(self.consumer):
+            wait = MemoryOp("wait", slot.header)
+            stream_batch(self._stream(self.consumer), *_returned(ended), wait)
+        self._consumed += 1
+        self._waits += 1
+        return self.box.payload[slot.index]
 
     def rewind(self) -> None:
         """The next calls of both ends use slot 0. Both ends must have made the same calls."""
@@ -171,7 +205,9 @@ class Channel:
         self.arm()
         where = f"channel {words[2]}, slot {words[3]}"
         if words[3] < 0:  # the watchdog's report
-            where = f"channel {words[2]}, {words[6]} puts sent, {words[7]} consumed"
+            where = f"channel {words[2]}, {words[6]} puts sent"
+            if self.returns == "kernel":  # who else returns does not count
+                where += f", {words[7]} consumed"
         if words[0] == ABORT_EXPIRED:
             text = f"end {words[1]} waited in vain for end {words[4]} ({where})"
         elif words[0] == ABORT_SEQUENCE:
@@ -206,6 +242,11 @@ class Channel:
                 "torch.cuda.stream(...)"
             )
         return stream
+
+
+def _returned(slot: Slot) -> tuple[MemoryOp, MemoryOp]:
+    """The header is armed before the credit goes back: the barrier of the second write stands between."""
+    return MemoryOp("write", slot.header, ARMED), MemoryOp("write", slot.credit, UNNUMBERED)
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -140,12 +140,17 @@ def copy(stream: Stream, target: int, source: int, nbytes: int) -> None:
     stream.add(move)
 
 
+def batch(stream: Stream, *operations: stream_ops.MemoryOp) -> None:
+    for kind, address, value in operations:
+        {"wait": wait, "write": write}[kind](stream, address, value)
+
+
 class Ends:
     """A channel in stream mode between two simulated streams."""
 
     def __init__(self, monkeypatch, nbytes: int, **options) -> None:
-        for name, function in (("wait", wait), ("write", write), ("copy", copy)):
-            monkeypatch.setattr(stream_signal, f"stream_{name}", function)
+        for function in (wait, write, copy, batch):
+            monkeypatch.setattr(stream_signal, f"stream_{function.__name__}", function)
         self.current = self.source = Stream()
         self.sink = Stream()
         monkeypatch.setattr(Channel, "_stream", lambda _channel, _device: self.current)

@@ -39,23 +39,26 @@ def payload(call: int) -> torch.Tensor:
     return torch.randint(256, (NBYTES,), dtype=torch.uint8, generator=generator)
 
 
-def receive(ends: Ends, found: list[torch.Tensor]) -> None:
-    """Wait, read the payload, consumed: as one consumer's kernels would."""
+def receive(ends: Ends, found: list[torch.Tensor], count: int = 1) -> None:
+    """Wait, read the payload, consumed: as one consumer's kernels would; `count` hand-offs in turn."""
     channel = ends.on(ends.sink)
-    slot = channel.wait()
+    for call in range(count):
+        slot = channel.next() if call else channel.wait()
 
-    def read() -> bool:
-        found.append(slot.clone())
-        return True
+        def read(slot: torch.Tensor = slot) -> bool:
+            found.append(slot.clone())
+            return True
 
-    ends.sink.add(read)
+        ends.sink.add(read)
     channel.consumed()
 
 
+@pytest.mark.parametrize("returns", ["kernel", "stream"])
 @pytest.mark.parametrize("engine", ["kernel", "copy"])
 @pytest.mark.parametrize("replay", [1, 3, 4])
-def test_replays_of_two_graphs(ends, engine, replay):
+def test_replays_of_two_graphs(ends, engine, replay, returns):
     """Constants of the graphs only, and no reset between replays; the consumer is always early."""
+    ends.channel.returns = returns
     source = torch.zeros(replay, NBYTES, dtype=torch.uint8)
     found: list[torch.Tensor] = []
 
@@ -64,9 +67,7 @@ def test_replays_of_two_graphs(ends, engine, replay):
             ends.on(ends.source).put(source[i], engine=engine)
 
     producer = ends.source.capture(puts, ends.channel)
-    consumer = ends.sink.capture(
-        lambda: [receive(ends, found) for _ in range(replay)], ends.channel
-    )
+    consumer = ends.sink.capture(lambda: receive(ends, found, replay), ends.channel)
     sent = []
     for step in range(6):
         ends.sink.replay(consumer)
@@ -99,6 +100,34 @@ def test_copy_put_in_order(ends):
         (0, False, ARMED), (0, False, ARMED), (ARMED, False, ARMED), (ARMED, True, ARMED),
         (ARMED, True, 0),
     ]  # fmt: skip
+
+
+def test_next_in_order(ends):
+    """The header is armed, the credit goes back, then the next is waited for; and no kernel."""
+    ends.channel.returns = "stream"
+    for call in range(2):
+        ends.on(ends.source).put(payload(call))
+    assert ends.source.query()
+    box = ends.channel.box
+    channel = ends.on(ends.sink)
+    channel.wait()
+    assert torch.equal(channel.next(), payload(1))
+    channel.consumed()
+
+    def state() -> list[int]:
+        return [*box.headers[:2, 0].tolist(), *box.credits[:2, 0].tolist()]
+
+    steps = [state()]
+    while ends.sink.queue:
+        assert ends.sink.queue.pop(0)()
+        steps.append(state())
+    first, second = [ARMED, 2, ARMED, ARMED], [ARMED, 2, 0, ARMED]
+    assert steps == [
+        [1, 2, ARMED, ARMED], [1, 2, ARMED, ARMED], first, second, second,
+        [ARMED, ARMED, 0, ARMED], [ARMED, ARMED, 0, 0],
+    ]  # fmt: skip
+    with pytest.raises(EngineError, match="returns 'host'"):
+        Channel(NBYTES, "cpu", "cpu", returns="host")
 
 
 def test_fourth_put_waits_for_the_first_credit(ends):
@@ -137,7 +166,9 @@ def test_random_interleavings(ends):
 # ---- a dead end
 
 
-def test_dead_producer_is_found_and_the_channel_works_again(ends):
+@pytest.mark.parametrize("returns", ["kernel", "stream"])
+def test_dead_producer_is_found_and_the_channel_works_again(ends, returns):
+    ends.channel.returns = returns
     found: list[torch.Tensor] = []
     with Watchdog([ends.channel], [ends.source, ends.sink], limit_s=0.3) as dog:
         ends.on(ends.source).put(payload(0))
@@ -145,8 +176,10 @@ def test_dead_producer_is_found_and_the_channel_works_again(ends):
             receive(ends, found)
         start = time.monotonic()
         dog.watch()
+        counted = ", 1 consumed" if returns == "kernel" else ""
         with pytest.raises(
-            DeviceError, match=r"end 5 waited in vain for end 2 .channel 9, 1 puts sent, 1 cons"
+            DeviceError,
+            match=rf"end 5 waited in vain for end 2 \(channel 9, 1 puts sent{counted}\)",
         ):
             dog.wait()
         assert 0.2 < time.monotonic() - start < 3
