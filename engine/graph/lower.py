@@ -227,7 +227,7 @@ class _Lowering(ExchangeOps):
         norm = self._in(op, "norm") if op.find("norm") is not None else None
         return self._launch(
             op, gemv, x, loaded.weight, epilogue, **shared, norm_weight=norm,
-            eps=op.attrs.get("norm_eps", 0.0), poll=self._poll(op),
+            eps=op.attrs.get("norm_eps", 0.0), poll=self._poll(op), prefetch=self.prefetch,
             detail=f"{detail}+Poll" if op.polls else detail,
         )  # fmt: skip
 

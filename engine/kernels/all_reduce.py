@@ -146,7 +146,7 @@ def one_shot_kernel(
     CLEAR_OWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if PDL and POLL:
         gdc_launch_dependents()
     lanes = tl.arange(0, BLOCK)
     blocks = tl.cdiv(chunks, BLOCK)
@@ -154,8 +154,10 @@ def one_shot_kernel(
     targets = ()
     if PUSH:
         targets = peer_bases(peers, rank, WORLD)
-    if PDL:
+    if PDL and PUSH:
         gdc_wait()
+        if not POLL:
+            gdc_launch_dependents()
     if PUSH:
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             chunk = block * BLOCK + lanes
@@ -180,6 +182,8 @@ def one_shot_kernel(
                 WORLD, BLOCK, RESIDUAL, CLEAR_OWN, out.dtype.element_ty,
             )  # fmt: skip
             push16(out.to(tl.int64) + at, y[0], y[1], y[2], y[3], live)
+    if PDL and not PUSH:
+        gdc_wait()  # so that who waits for this kernel waits for all before it
 
 
 def _launch(

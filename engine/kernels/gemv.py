@@ -170,10 +170,12 @@ class Linear(TypedDict, total=False):
 
 class Options(Linear, total=False):
     """And how it is launched. poll: x is the residual, and what is multiplied is h = x + an all-reduce, which the
-    kernel waits for (gemv_poll.py). pdl: with the programmatic-stream-serialisation attribute."""
+    kernel waits for (gemv_poll.py). prefetch: RopeAppend's row_slots and positions may be read before the dependency
+    wait, as decode_attention.py has it. pdl: with the programmatic-stream-serialisation attribute."""
 
     poll: Poll | None
     config: GemvConfig | None
+    prefetch: bool
     pdl: bool
 
 
@@ -188,6 +190,7 @@ def plan_gemv(
     eps: float = 1e-6,
     poll: Poll | None = None,
     config: GemvConfig | None = None,
+    prefetch: bool = False,
     pdl: bool = False,
 ) -> tuple[Any, tuple[int], dict[str, Any]]:
     """(kernel, grid, arguments) of the launch that `gemv` makes. Needs shapes and dtypes only."""
@@ -197,7 +200,7 @@ def plan_gemv(
     arguments = {**_epilogue_arguments(x, n, epilogue), **poll_arguments(poll, x)}
     arguments.update(
         x_ptr=x, w_ptr=w, scale_ptr=scale, bias_ptr=bias, norm_ptr=norm_weight, eps=eps, N=n, K=k, R=rows,
-        PDL=pdl, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
+        PREFETCH=prefetch, PDL=pdl, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
         launch_pdl=pdl,
     )  # fmt: skip
     grid = (gemv_programs(config, n, k, rows, w.dtype),)

@@ -6,6 +6,8 @@ The pairwise epilogues write two neighbouring 16-bit values as one 32-bit word: 
 gate/up pair, a RoPE pair, or one Lamport word (a poller compares whole words, so a half must never land alone).
 """
 
+# ruff: noqa: RUF005 - Triton has no starred tuples.
+# mypy: disable-error-code="assignment, var-annotated"
 from __future__ import annotations
 
 import triton
@@ -43,37 +45,47 @@ def store_silu(gate, up, p, row, live, out_ptr, N: tl.constexpr):
 
 
 @triton.jit
-def store_push(
-    low, high, p, row, live, x_ptr, table_ptr, offset, N: tl.constexpr, WORLD: tl.constexpr
-):
-    """Push. Word p of row `row` of this rank's message into every rank's buffer.
+def push_targets(table_ptr, offset, WORLD: tl.constexpr):
+    """Addresses of this rank's message in every rank's buffer, int64 each: constants, to be loaded before the wait.
 
     offset: bytes from a rank's base address to this message, int64.
     """
+    targets = ()
+    for peer in tl.static_range(WORLD):
+        targets = targets + (tl.load(table_ptr + peer) + offset,)
+    return targets
+
+
+@triton.jit
+def store_push(low, high, p, row, live, x_ptr, targets, N: tl.constexpr, WORLD: tl.constexpr):
+    """Push. Word p of row `row` of this rank's message into every rank's buffer."""
     words = pack_halves(low, high, x_ptr.dtype.element_ty)
     index = row * (N // 2) + p
     for peer in tl.static_range(WORLD):
-        base = tl.load(table_ptr + peer) + offset
-        tl.store(base.to(tl.pointer_type(tl.int32)) + index, words, mask=live)
+        tl.store(targets[peer].to(tl.pointer_type(tl.int32)) + index, words, mask=live)
+
+
+@triton.jit
+def rope_rows(row, positions_ptr, row_slots_ptr, R: tl.constexpr):
+    """(slot, position) of row `row`, two dependent loads. Padding rows (slot -1) take slot 0's position, which is a
+    valid one."""
+    slot = tl.load(row_slots_ptr + row, mask=row < R, other=-1)
+    return slot, tl.load(positions_ptr + tl.maximum(slot, 0))
 
 
 @triton.jit
 def rope_operands(
     p,
-    row,
     live,
+    rows,
     cos_sin_ptr,
-    positions_ptr,
-    row_slots_ptr,
-    R: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """(cos, sin, slot, position) of pair p of row `row`; cos = 1, sin = 0 for v heads. Three dependent loads:
-    to be issued before the sum over K. Padding rows (slot -1) take slot 0's position, which is a valid one."""
-    slot = tl.load(row_slots_ptr + row, mask=row < R, other=-1)
-    position = tl.load(positions_ptr + tl.maximum(slot, 0))
+    """(cos, sin, slot, position) of pair p; cos = 1, sin = 0 for v heads. To be issued before the sum over K. rows:
+    of `rope_rows`."""
+    slot, position = rows
     table = cos_sin_ptr + position * HEAD_DIM + 2 * p % HEAD_DIM
     rotates = live & (2 * p // HEAD_DIM < NUM_HEADS + NUM_KV_HEADS)
     cos = tl.load(table, mask=rotates, other=1.0)

@@ -30,7 +30,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from engine.kernels.argmax_kernel import LOWEST_KEY, row_noise, store_key
 from engine.kernels.gemv_epilogue import (
     maxima_keys,
+    push_targets,
     rope_operands,
+    rope_rows,
     store_outputs,
     store_push,
     store_rope,
@@ -169,10 +171,11 @@ def gemv_ring_kernel(
     MAX_LEN: gl.constexpr,
     WORLD: gl.constexpr,
     POLL: gl.constexpr,
+    PREFETCH: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: ROWS_PER_PROGRAM output rows, all of K, all R activation rows."""
-    if PDL:
+    if PDL and EPILOGUE != "push":
         gdc_launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     WARPS_N: gl.constexpr = WARPS // WARPS_K
@@ -264,8 +267,18 @@ def gemv_ring_kernel(
         scale = gl.load(scale_ptr + first + out_n, mask=out_n < rows, other=0.0)
     if bias_ptr is not None:
         bias = gl.load(bias_ptr + first + out_n, mask=out_n < rows, other=0.0)
-    if PDL:
+    PAIRS: gl.constexpr = split_pairs(gl.zeros([BLOCK_N, RP], gl.float32, OUT))[0].type.layout
+    pair_row = gl.arange(0, RP, gl.SliceLayout(0, PAIRS))[None, :]
+    if EPILOGUE == "push":
+        targets = push_targets(table_ptr, push_offset, WORLD)
+    if EPILOGUE == "rope" and PREFETCH:
+        held = rope_rows(pair_row, positions_ptr, row_slots_ptr, R)
+    if PDL and not POLL:
         gdc_wait()
+    if PDL and EPILOGUE == "push":
+        gdc_launch_dependents()
+    if EPILOGUE == "rope" and not PREFETCH:
+        held = rope_rows(pair_row, positions_ptr, row_slots_ptr, R)
 
     # Keep what the first pass loads for the second one while it is at most 32 registers.
     kept = ()
@@ -309,7 +322,6 @@ def gemv_ring_kernel(
             column = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, X_FRAGMENT)))
             column = column[None, :][:, None, :]
 
-    PAIRS: gl.constexpr = split_pairs(gl.zeros([BLOCK_N, RP], gl.float32, OUT))[0].type.layout
     if EPILOGUE == "maxima":
         out_r = gl.arange(0, RP, gl.SliceLayout(0, OUT))[None, :]
         noise = row_noise(
@@ -334,9 +346,8 @@ def gemv_ring_kernel(
             pair, row, live = pair_index(block_first, block_rows, PAIRS, BLOCK_N, RP, R)
             if EPILOGUE == "rope":
                 operands = rope_operands(
-                    pair, row, live, cos_sin_ptr, positions_ptr, row_slots_ptr, R, NUM_HEADS,
-                    NUM_KV_HEADS, HEAD_DIM,
-                )  # fmt: skip
+                    pair, live, held, cos_sin_ptr, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM
+                )
         acc = gl.zeros([WARPS_K, BLOCK_N, RP], gl.float32, MMA)
         for kt in range(k_tiles):
             if not STAGE_X:
@@ -387,7 +398,7 @@ def gemv_ring_kernel(
             if EPILOGUE == "silu":
                 store_silu(even, odd, pair, row, live, out_ptr, N)
             elif EPILOGUE == "push":
-                store_push(even, odd, pair, row, live, x_ptr, table_ptr, push_offset, N, WORLD)
+                store_push(even, odd, pair, row, live, x_ptr, targets, N, WORLD)
             else:
                 store_rope(
                     even, odd, operands, pair, row, live, out_ptr, k_cache_ptr, v_cache_ptr, NUM_HEADS,
@@ -397,3 +408,5 @@ def gemv_ring_kernel(
         row = gl.arange(0, RP, gl.SliceLayout(0, PAIRS))
         at = row * gl.cdiv(N, ROWS_PER_PROGRAM) + pid
         store_key(gl.max(best, 0), values_ptr, ids_ptr, at, row < R)
+    if PDL and POLL:
+        gdc_wait()  # so that who waits for this kernel waits for all before it

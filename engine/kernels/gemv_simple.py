@@ -10,7 +10,9 @@ import triton.language as tl
 from engine.kernels.argmax_kernel import row_noise, store_key
 from engine.kernels.gemv_epilogue import (
     maxima_keys,
+    push_targets,
     rope_operands,
+    rope_rows,
     store_outputs,
     store_push,
     store_rope,
@@ -52,10 +54,11 @@ def gemv_kernel(
     MAX_LEN: tl.constexpr,
     WORLD: tl.constexpr,
     POLL: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N output rows of W, all of K, all R activation rows."""
-    if PDL:
+    if PDL and EPILOGUE != "push":
         gdc_launch_dependents()
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
@@ -78,8 +81,20 @@ def gemv_kernel(
         factor = tl.load(scale_ptr + n, mask=n < N, other=0.0)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    if PDL:
+    targets = ()
+    if EPILOGUE == "push":
+        targets = push_targets(table_ptr, push_offset, WORLD)
+    held = ()
+    if EPILOGUE == "rope" and PREFETCH:
+        for r in tl.static_range(R):
+            held = held + (rope_rows(r, positions_ptr, row_slots_ptr, R),)
+    if PDL and not POLL:
         gdc_wait()
+    if PDL and EPILOGUE == "push":
+        gdc_launch_dependents()
+    if EPILOGUE == "rope" and not PREFETCH:
+        for r in tl.static_range(R):
+            held = held + (rope_rows(r, positions_ptr, row_slots_ptr, R),)
 
     sums = ()
     squares = ()
@@ -165,13 +180,14 @@ def gemv_kernel(
             if EPILOGUE == "silu":
                 store_silu(even, odd, p, r, live, out_ptr, N)
             elif EPILOGUE == "push":
-                store_push(even, odd, p, r, live, x_ptr, table_ptr, push_offset, N, WORLD)
+                store_push(even, odd, p, r, live, x_ptr, targets, N, WORLD)
             else:
                 operands = rope_operands(
-                    p, r, live, cos_sin_ptr, positions_ptr, row_slots_ptr, R, NUM_HEADS, NUM_KV_HEADS,
-                    HEAD_DIM,
-                )  # fmt: skip
+                    p, live, held[r], cos_sin_ptr, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM
+                )
                 store_rope(
                     even, odd, operands, p, r, live, out_ptr, k_cache_ptr, v_cache_ptr, NUM_HEADS,
                     NUM_KV_HEADS, HEAD_DIM, MAX_LEN,
                 )  # fmt: skip
+    if PDL and POLL:
+        gdc_wait()  # so that who waits for this kernel waits for all before it
