@@ -146,7 +146,7 @@ def one_shot_kernel(
     CLEAR_OWN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL and POLL:
+    if PDL:
         gdc_launch_dependents()
     lanes = tl.arange(0, BLOCK)
     blocks = tl.cdiv(chunks, BLOCK)
@@ -154,10 +154,8 @@ def one_shot_kernel(
     targets = ()
     if PUSH:
         targets = peer_bases(peers, rank, WORLD)
-    if PDL and PUSH:
+    if PDL:
         gdc_wait()
-        if not POLL:
-            gdc_launch_dependents()
     if PUSH:
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             chunk = block * BLOCK + lanes
@@ -182,8 +180,6 @@ def one_shot_kernel(
                 WORLD, BLOCK, RESIDUAL, CLEAR_OWN, out.dtype.element_ty,
             )  # fmt: skip
             push16(out.to(tl.int64) + at, y[0], y[1], y[2], y[3], live)
-    if PDL and not PUSH:
-        gdc_wait()  # so that who waits for this kernel waits for all before it
 
 
 def _launch(

@@ -175,7 +175,7 @@ def gemv_ring_kernel(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: ROWS_PER_PROGRAM output rows, all of K, all R activation rows."""
-    if PDL and EPILOGUE != "push":
+    if PDL:
         gdc_launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     WARPS_N: gl.constexpr = WARPS // WARPS_K
@@ -273,10 +273,8 @@ def gemv_ring_kernel(
         targets = push_targets(table_ptr, push_offset, WORLD)
     if EPILOGUE == "rope" and PREFETCH:
         held = rope_rows(pair_row, positions_ptr, row_slots_ptr, R)
-    if PDL and not POLL:
+    if PDL:
         gdc_wait()
-    if PDL and EPILOGUE == "push":
-        gdc_launch_dependents()
     if EPILOGUE == "rope" and not PREFETCH:
         held = rope_rows(pair_row, positions_ptr, row_slots_ptr, R)
 
@@ -408,5 +406,3 @@ def gemv_ring_kernel(
         row = gl.arange(0, RP, gl.SliceLayout(0, PAIRS))
         at = row * gl.cdiv(N, ROWS_PER_PROGRAM) + pid
         store_key(gl.max(best, 0), values_ptr, ids_ptr, at, row < R)
-    if PDL and POLL:
-        gdc_wait()  # so that who waits for this kernel waits for all before it

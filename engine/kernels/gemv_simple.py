@@ -58,7 +58,7 @@ def gemv_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N output rows of W, all of K, all R activation rows."""
-    if PDL and EPILOGUE != "push":
+    if PDL:
         gdc_launch_dependents()
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
@@ -88,10 +88,8 @@ def gemv_kernel(
     if EPILOGUE == "rope" and PREFETCH:
         for r in tl.static_range(R):
             held = held + (rope_rows(r, positions_ptr, row_slots_ptr, R),)
-    if PDL and not POLL:
+    if PDL:
         gdc_wait()
-    if PDL and EPILOGUE == "push":
-        gdc_launch_dependents()
     if EPILOGUE == "rope" and not PREFETCH:
         for r in tl.static_range(R):
             held = held + (rope_rows(r, positions_ptr, row_slots_ptr, R),)
@@ -189,5 +187,3 @@ def gemv_kernel(
                     even, odd, operands, p, r, live, out_ptr, k_cache_ptr, v_cache_ptr, NUM_HEADS,
                     NUM_KV_HEADS, HEAD_DIM, MAX_LEN,
                 )  # fmt: skip
-    if PDL and POLL:
-        gdc_wait()  # so that who waits for this kernel waits for all before it
