@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench.deployment import each, facts, parse, parser, script
+from bench.deployment import add_kv_cache_dtype, each, facts, parse, parser, script
 from bench.latency import decode_ahead
 from bench.rows import Rows
 from engine.config import preset
@@ -44,15 +44,16 @@ def step_s(executor, slots: list[int], draw: Draw, steps: int) -> float:
     return (time.perf_counter() - begin) / steps
 
 
-def measure(rows: Rows, text: str, steps: int, iters: int) -> None:
+def measure(rows: Rows, args: argparse.Namespace, text: str) -> None:
     """The rows of one deployment."""
-    config = parse(text, max_num_seqs=8, max_model_len=2048)
+    config = parse(text, max_num_seqs=8, max_model_len=2048, kv_cache_dtype=args.kv_cache_dtype)
+    steps = args.steps
     executor = create_executor(config, preset(text.split(":")[0]))
     named = dict(facts(config), context=PROMPT)
     roof = executor.stats()["roof"]
 
     def median(slots: list[int], draw: Draw) -> float:
-        return statistics.median(step_s(executor, slots, draw, steps) for _ in range(iters))
+        return statistics.median(step_s(executor, slots, draw, steps) for _ in range(args.iters))
 
     try:
         one = 0.0
@@ -76,10 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser("batch", __doc__)
     options.add_argument("--steps", type=int, default=64, help="decode steps of a timing")
     options.add_argument("--iters", type=int, default=3)
+    add_kv_cache_dtype(options)
 
     def body(args: argparse.Namespace) -> int:
         rows = Rows("batch")
-        return each(args.deployments, lambda text: measure(rows, text, args.steps, args.iters))
+        return each(args.deployments, lambda text: measure(rows, args, text))
 
     return script(options, body, argv)
 

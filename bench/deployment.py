@@ -26,6 +26,11 @@ def parser(name: str, doc: str | None) -> Parser:
     return made
 
 
+def add_kv_cache_dtype(options: argparse.ArgumentParser) -> None:
+    """The engine's flag, for a script that measures whole engines."""
+    options.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+
+
 def script(
     options: Parser, body: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None,
     check: Callable[[argparse.Namespace], object] = lambda args: None,

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench.deployment import each, facts, parse, parser, script
+from bench.deployment import add_kv_cache_dtype, each, facts, parse, parser, script
 from bench.rows import Rows
 from engine.config import preset
 from engine.roof import roof_share
@@ -46,7 +46,9 @@ def decode_ahead(executor, slots, steps):
 def measure(rows: Rows, args: argparse.Namespace, text: str) -> None:
     """One deployment: start, run `--iters` times, write its rows."""
     begin = time.perf_counter()
-    config = parse(text, max_num_seqs=1, max_model_len=args.max_model_len)
+    config = parse(
+        text, max_num_seqs=1, max_model_len=args.max_model_len, kv_cache_dtype=args.kv_cache_dtype
+    )
     executor = create_executor(config, preset(text.split(":")[0]))
     startup = time.perf_counter() - begin
     named = dict(facts(config), context=args.input_len)
@@ -79,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--output-len", type=int, default=256)
     options.add_argument("--max-model-len", type=int, default=2048)
     options.add_argument("--iters", type=int, default=5)
+    add_kv_cache_dtype(options)
 
     def body(args: argparse.Namespace) -> int:
         rows = Rows("latency")
