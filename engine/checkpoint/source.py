@@ -17,7 +17,7 @@ import torch
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
 from engine.checkpoint.read_ahead import Wanted
 from engine.checkpoint.scheme import Scheme, scale_of
-from engine.checkpoint.staging import CHUNK_BYTES, Staging
+from engine.checkpoint.staging import Staging
 from engine.errors import CheckpointError, first_few
 from engine.weights import Part, WeightSpec
 
@@ -108,8 +108,8 @@ class CheckpointSource:
     """A Hugging Face directory. Only a slice's bytes (a column slice's rows) are read, through buffers: a mapped file
     that shrinks would end the process (SIGBUS)."""
 
-    def __init__(self, checkpoint: str | Path | CheckpointIndex, chunk_bytes: int = CHUNK_BYTES):
-        """chunk_bytes: of a buffer. Raises CheckpointError for whatever
+    def __init__(self, checkpoint: str | Path | CheckpointIndex, chunk_bytes: int | None = None):
+        """chunk_bytes: see `Staging`. Raises CheckpointError for whatever
         `open_checkpoint` finds."""
         if not isinstance(checkpoint, CheckpointIndex):
             checkpoint = open_checkpoint(checkpoint)

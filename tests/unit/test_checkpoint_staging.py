@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,7 +227,7 @@ class Transfer:
 
 def test_a_buffer_on_its_way_is_waited_for_only_when_it_is_needed(headers):
     chunks = list(Wanted(headers["wide"], None, {0: (0, 37)}).chunks(48))
-    ahead, given = ReadAhead(chunks, pinned=False), []
+    ahead, given = ReadAhead(chunks, 48, pinned=False), []
     for i in range(len(chunks)):
         buffer = ahead.take()
         given.append(Transfer())
@@ -248,6 +249,45 @@ def test_a_buffer_is_busy_until_it_is_on_every_device():
     assert not buffer.busy
 
 
+def test_an_ended_transfer_is_not_asked_for_again():
+    buffer, events = Buffer(48, pinned=False), [Once(), Transfer()]
+    buffer._sent = {torch.device("cuda", i): each for i, each in enumerate(events)}
+    assert buffer.busy and buffer.busy
+    events[1].synchronize()
+    assert not buffer.busy and not buffer.busy
+
+
+class Once(Transfer):
+    """It has ended, and is asked once."""
+
+    def query(self):
+        assert not self.waits
+        self.waits += 1
+        return True
+
+
+@pytest.mark.parametrize("room, fills", [(48, 42), (303, 40), (304, 22), (2048, 6), (1 << 20, 2)])
+def test_chunks_of_one_file_share_a_buffer(headers, tmp_path, room, fills):
+    """In their order, at places that do not meet."""
+    save_file({"b": torch.arange(30.0)}, tmp_path / "b")
+    other = read_header(tmp_path / "b")["b"]
+    wanted = [Wanted(headers["wide"], None, {0: (0, 37)}), Wanted(other, None, {0: (0, 30)})]
+    chunks = [chunk for each in wanted for chunk in each.chunks(24)]
+    ahead, starts, buffers = ReadAhead(chunks, room, pinned=False), [], set()
+    for chunk in chunks:
+        assert ahead.is_next(chunk)
+        buffer = ahead.take()
+        buffers.add(buffer)
+        if buffer.at == 0:
+            starts.append(chunk)
+        want = Path(chunk.info.file).read_bytes()[chunk.offset :][: chunk.nbytes]
+        assert buffer.rows(torch.uint8, 0, 1, chunk.nbytes).numpy().tobytes() == want
+        assert buffer.at + chunk.nbytes <= max(room, 48)
+        ahead.give(buffer)
+    ahead.close()
+    assert len(starts) == fills and len(buffers) == min(fills, BUFFERS)
+
+
 def test_leaving_early_waits_for_what_is_being_read(headers, tensors):
     staging, order = Staging(48), wanted_rows(headers, 40)
     for taken in (0, 1, 25):
@@ -264,8 +304,8 @@ def test_leaving_early_waits_for_what_is_being_read(headers, tensors):
     check(staging, order[-1], tensors)
 
 
-@pytest.mark.parametrize("piece", [1, 4])
-def test_an_error_comes_in_its_turn_and_stays(tmp_path, monkeypatch, piece):
+@pytest.mark.parametrize("piece, room", [(1, 4), (4, 4), (3, 1 << 20)])  # alone in a buffer, or not
+def test_an_error_comes_in_its_turn_and_stays(tmp_path, monkeypatch, piece, room):
     monkeypatch.setattr(read_ahead, "PIECE_BYTES", piece)
     order = []
     for name in "ab":
@@ -273,7 +313,7 @@ def test_an_error_comes_in_its_turn_and_stays(tmp_path, monkeypatch, piece):
         info = read_header(tmp_path / name)[name]
         order += [Wanted(info, 0, {0: (i, i + 1)}) for i in range(64)]
     (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-4])
-    staging = Staging(4)
+    staging = Staging(room)
     with staging.read_ahead(order, pinned=False):
         for i in range(63):
             assert staging.read(order[i], torch.float32, {0: CPU})[0] == i
