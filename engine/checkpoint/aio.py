@@ -114,13 +114,15 @@ class Reads:
             return [0] * len(controls)
         # What the library's functions give, without a call and its lock for each. They are begun in their order, so
         # that most have ended when the last has: one call waits for about all of them.
-        for i in range(last - 1, first - 1, -1):
-            while self._controls[i].error_code == errno.EINPROGRESS:
-                library.aio_suspend(ctypes.byref(self._pointers, i * _POINTER_BYTES), 1, None)
+        failed = 0
+        for control in reversed(controls):
+            while (number := control.error_code) == errno.EINPROGRESS:
+                one = ctypes.c_void_p(ctypes.addressof(control))
+                library.aio_suspend(ctypes.byref(one), 1, None)
+            failed = number or failed
         # Takes the lock under which the threads said so, once: what they wrote before is seen from here on.
         library.aio_error(ctypes.byref(controls[0]))
         self._waited = last
-        failed = next((c.error_code for c in controls if c.error_code), 0)
         if failed:
             raise OSError(failed, os.strerror(failed))
         return [control.return_value for control in controls]

@@ -92,6 +92,7 @@ class Buffer:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.at = 0  # in memory, of the chunk that was finished last
         self._views: dict[torch.dtype, torch.Tensor] = {torch.uint8: self.memory}
+        self._rows, self._rows_of = self.memory, (torch.uint8, 0, 0, 0)
         self._begin = self.memory.data_ptr()
         # Chunks that are not finished, and their reads.
         self._chunks: deque[tuple[int, Chunk, list[_Read]]] = deque()
@@ -151,8 +152,11 @@ class Buffer:
         if dtype not in self._views:
             whole = self.memory.numel() // dtype.itemsize * dtype.itemsize
             self._views[dtype] = self.memory[:whole].view(dtype)
-        at = self.at // dtype.itemsize + first
-        return self._views[dtype].as_strided((count, width), (width, 1), at)
+        which = dtype, self.at // dtype.itemsize + first, count, width
+        if which != self._rows_of:  # most chunks of a tensor lie alike
+            self._rows = self._views[dtype].as_strided((count, width), (width, 1), which[1])
+            self._rows_of = which
+        return self._rows
 
     @property
     def unfinished(self) -> bool:

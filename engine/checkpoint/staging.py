@@ -73,7 +73,7 @@ class Staging:
         for rank, (start, stop) in rows.items():
             place = (out[rank][:, None] if out[rank].ndim == 1 else out[rank]).view(integers)
             left, right = (at // unit for at in cut.get(rank, (0, row_bytes)))
-            places.append((start, stop, devices[rank], place, rank in cut, left, right - left))
+            places.append((start, stop, devices[rank], place, rank in cut, left, right))
         streams = {
             devices[rank]: torch.cuda.current_stream(devices[rank])
             for rank in rows
@@ -85,7 +85,7 @@ class Staging:
             buffer = ahead.take() if ahead else self._read_now(chunk, pinned=bool(streams))
             sent, landed = set(), {}
             row, end = chunk.row, chunk.end
-            for start, stop, device, place, is_cut, left, columns in places:
+            for start, stop, device, place, is_cut, left, right in places:
                 first, last = start if start > row else row, stop if stop < end else end
                 if first >= last:
                     continue
@@ -95,9 +95,9 @@ class Staging:
                     if device not in landed:
                         whole = buffer.rows(integers, 0, end - row, width)
                         landed[device] = whole.to(device, non_blocking=True)
-                    piece = landed[device].narrow(1, left, columns)
+                    piece = landed[device][:, left:right]
                 sent.add(device)
-                place.narrow(0, first - start, last - first).copy_(piece, non_blocking=True)
+                place[first - start : last - start].copy_(piece, non_blocking=True)
             for device, stream in streams.items():
                 if device in sent:
                     buffer.mark(stream)
