@@ -70,14 +70,17 @@ class Wanted:
         }
 
     def chunks(self, nbytes: int) -> Iterator[Chunk]:
-        """Whole rows of `nbytes` together, or one row, from the first that any rank needs to the last."""
+        """Whole rows of `nbytes` together, or one row, all that any rank needs. Rows of several ranks come in turn: one
+        rank's link alone takes about what can be read, and would be waited for."""
         rows = self.rows().values()
         if not rows:
             return
         row_bytes = self.info.row_bytes
         step = max(1, nbytes // row_bytes)
-        last = max(stop for _, stop in rows)
-        for row in range(min(start for start, _ in rows), last, step):
+        begin, last = min(start for start, _ in rows), max(stop for _, stop in rows)
+        firsts = range(begin, last, step)
+        turns = -(-len(firsts) // len(set(rows)))
+        for row in chain.from_iterable(firsts[i::turns] for i in range(turns)):
             end = min(row + step, last)
             if any(start < end and row < stop for start, stop in rows):
                 offset = self.info.offset + row * row_bytes

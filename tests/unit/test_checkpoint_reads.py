@@ -232,7 +232,7 @@ def test_only_transfers_that_were_made_are_waited_for(rows, monkeypatch, chunk):
         for wanted in each:
             staging.read(wanted, torch.float32, devices, into)
     if chunk == 48:  # a row
-        assert given == ([[first]] * 3 + [[second]] * 3) * 3
+        assert given == [[first], [second]] * 9
     else:
         assert given == [[first, second]] * 3
 

@@ -126,6 +126,22 @@ def test_a_byte_is_read_once_for_all_ranks(headers, tensors, reads):
         assert len({at for at, _ in reads}) == len(reads)
 
 
+@pytest.mark.parametrize(
+    "axis, ranges, rows",
+    [
+        (0, [(0, 20), (20, 37)], [0, 20, 5, 25, 10, 30, 15, 35]),
+        (0, [(20, 37), (0, 20)], [0, 20, 5, 25, 10, 30, 15, 35]),
+        (0, [(0, 20), (0, 20), (20, 37), (20, 37)], [0, 20, 5, 25, 10, 30, 15, 35]),
+        (0, [(0, 12), (12, 24), (24, 37)], [0, 15, 30, 5, 20, 35, 10, 25]),
+        (1, [(0, 12), (12, 24)], [0, 5, 10, 15, 20, 25, 30, 35]),
+        (None, [(0, 37)] * 2, [0, 5, 10, 15, 20, 25, 30, 35]),
+    ],
+)
+def test_rows_of_several_ranks_come_in_turn(headers, axis, ranges, rows):
+    chunks = Wanted(headers["wide"], axis, dict(enumerate(ranges))).chunks(5 * 48)
+    assert [chunk.row for chunk in chunks] == rows
+
+
 @pytest.mark.parametrize("chunk, gap", [(48, 0), (480, 16), (1 << 20, 26)])
 def test_rows_that_no_rank_needs_are_not_read(headers, chunk, gap):
     """Before the first, behind the last, and whole chunks between them; a row of "wide" is 48 bytes."""
