@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.checkpoint.aio import THREADS, Reads
+from engine.checkpoint import aio
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
 
@@ -28,9 +28,7 @@ from engine.errors import CheckpointError
 # 40 with 128 MB, 28 with 256 MB.
 CHUNK_BYTES = 16 << 20
 PIECE_BYTES = 2 << 20
-BUFFERS = (
-    5  # of CHUNK_BYTES: about half of them are being read, the rest is on its way to the devices
-)
+BUFFERS = 5  # about half of them are being read, the rest is on its way to the devices
 _ALIGNMENT = 256  # of a chunk in its buffer
 _Read = tuple[int, int, int, int]  # see `Reads.start`
 
@@ -102,7 +100,7 @@ class Buffer:
         self._path: Path | None = None
         # Of that file, each for one read at a time (see aio.py): no more are of use than there are threads.
         self._files: list[int] = []
-        self._reads = Reads()
+        self._reads = aio.Reads()
         self._events: dict[torch.device, torch.cuda.Event] = {}
         self._sent: dict[torch.device, torch.cuda.Event] = {}  # those recorded since `start`
 
@@ -119,7 +117,7 @@ class Buffer:
             self._path = info.file
         pieces = sum(-(-chunk.nbytes // PIECE_BYTES) for _, chunk in chunks)
         try:
-            while len(self._files) < min(pieces, THREADS):
+            while len(self._files) < min(pieces, aio.THREADS):
                 self._files.append(_open(info.file))
             files = cycle(self._files)
             for at, chunk in chunks:
@@ -134,7 +132,7 @@ class Buffer:
 
     def finish(self) -> None:
         """The next of the chunks is in memory, from `at` on. Raises CheckpointError if it is not."""
-        self.at, chunk, reads = self._chunks.popleft()
+        self.at, chunk, reads = self._chunks[0]
         info = chunk.info
         try:
             for (file, to, nbytes, offset), done in zip(reads, self._reads.wait(len(reads))):
@@ -149,6 +147,7 @@ class Buffer:
                     done += more
         except OSError as e:
             raise _not_read(info, e) from None
+        self._chunks.popleft()
 
     def rows(self, dtype: torch.dtype, first: int, count: int, width: int) -> torch.Tensor:
         """[count, width] from element `first` of the chunk that was finished last."""

@@ -237,6 +237,25 @@ def test_only_transfers_that_were_made_are_waited_for(rows, monkeypatch, chunk):
         assert given == [[first, second]] * 3
 
 
+def test_an_interrupted_wait_loses_no_chunk(rows, monkeypatch):
+    """`take` again gives the chunk that it was waiting for."""
+    chunks = [chunk for each in rows for chunk in each.chunks(48)]
+    ahead, wait = ReadAhead(chunks, 1 << 10, pinned=False), Reads.wait
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for chunk in chunks:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Reads, "wait", interrupt)
+            ahead.take()
+        assert Reads.wait is wait and ahead.is_next(chunk)
+        buffer = ahead.take()
+        assert torch.equal(buffer.rows(torch.float32, 0, 1, 12)[0], VALUES[chunk.row])
+        ahead.give(buffer)
+    ahead.close()
+
+
 def test_leaving_closes_the_files_though_an_error_is_held(tmp_path):
     """A traceback keeps the buffers alive, and a future its exception."""
     file = tmp_path / "model.safetensors"
@@ -259,7 +278,7 @@ def test_a_source_takes_its_file_along(rows):
 
 def test_too_few_descriptors_are_named(info, monkeypatch):
     monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
-    monkeypatch.setattr(read_ahead, "THREADS", 100)
+    monkeypatch.setattr(aio, "THREADS", 100)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 40, limits[1]))
     try:
