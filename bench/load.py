@@ -31,7 +31,6 @@ from engine.checkpoint.index import INDEX, open_checkpoint
 from engine.checkpoint.load import LoadProgress, load_ranks
 from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.source import CheckpointSource
-from engine.checkpoint.staging import CHUNK_BYTES
 from engine.config import ModelConfig, preset, with_layers
 from engine.console import Parser, run
 from engine.errors import EngineError
@@ -216,7 +215,7 @@ def measure(options: argparse.Namespace) -> int:
             forget(index.files)
         return index.nbytes / body() / 1e9
 
-    def load(chunk_bytes: int = CHUNK_BYTES) -> float:
+    def load(chunk_bytes: int | None = None) -> float:
         """Seconds."""
         source = CheckpointSource(index, chunk_bytes)
         begin = time.perf_counter()

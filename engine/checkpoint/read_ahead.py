@@ -11,23 +11,29 @@ import contextlib
 import errno
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, cycle, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from engine.checkpoint.aio import Reads
+from engine.checkpoint import aio
 from engine.checkpoint.safetensors_header import TensorInfo
 from engine.errors import CheckpointError
 
 # A chunk is read in pieces, many of them at once, and placed as a whole: that is what the one thread's time goes to.
-PIECE_BYTES = 4 << 20
-BUFFERS = 8  # of a chunk: about half of them are being read, the rest is on its way to the devices
+# Buffers that the CPU's caches do not hold together are slower: raw reads and transfers reach 53 GB/s with 64 MB of them,
+# 40 with 128 MB, 28 with 256 MB.
+CHUNK_BYTES = 16 << 20
+PIECE_BYTES = 2 << 20
+BUFFERS = 5  # about half of them are being read, the rest is on its way to the devices
+_ALIGNMENT = 256  # of a chunk in its buffer
+_Read = tuple[int, int, int, int]  # see `Reads.start`
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Rows [row, end) of a tensor: a run of bytes of its file."""
 
     info: TensorInfo
@@ -62,14 +68,17 @@ class Wanted:
         }
 
     def chunks(self, nbytes: int) -> Iterator[Chunk]:
-        """Whole rows of `nbytes` together, or one row, from the first that any rank needs to the last."""
+        """Whole rows of `nbytes` together, or one row, all that any rank needs. Rows of several ranks come in turn: one
+        rank's link alone takes about what can be read, and would be waited for."""
         rows = self.rows().values()
         if not rows:
             return
         row_bytes = self.info.row_bytes
         step = max(1, nbytes // row_bytes)
-        last = max(stop for _, stop in rows)
-        for row in range(min(start for start, _ in rows), last, step):
+        begin, last = min(start for start, _ in rows), max(stop for _, stop in rows)
+        firsts = range(begin, last, step)
+        turns = -(-len(firsts) // len(set(rows)))
+        for row in chain.from_iterable(firsts[i::turns] for i in range(turns)):
             end = min(row + step, last)
             if any(start < end and row < stop for start, stop in rows):
                 offset = self.info.offset + row * row_bytes
@@ -77,50 +86,60 @@ class Wanted:
 
 
 class Buffer:
-    """Memory for one chunk at a time, pinned if it feeds CUDA devices. `start`, `finish`, use `memory`, `mark`."""
+    """Memory for some chunks at a time, pinned if it feeds CUDA devices. `start`, then for each of them: `finish`, use
+    `memory` from `at` on, `mark`."""
 
     def __init__(self, nbytes: int, pinned: bool):
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._chunk: Chunk | None = None
+        self.at = 0  # in memory, of the chunk that was finished last
+        self._views: dict[torch.dtype, torch.Tensor] = {torch.uint8: self.memory}
+        self._rows, self._rows_of = self.memory, (torch.uint8, 0, 0, 0)
+        self._begin = self.memory.data_ptr()
+        # Chunks that are not finished, and their reads.
+        self._chunks: deque[tuple[int, Chunk, list[_Read]]] = deque()
         self._path: Path | None = None
-        self._files: list[int] = []  # a descriptor of that file for each piece: see aio.py
-        self._reads = Reads()
-        self._sent: dict[torch.device, torch.cuda.Event] = {}
+        # Of that file, each for one read at a time (see aio.py): no more are of use than there are threads.
+        self._files: list[int] = []
+        self._reads = aio.Reads()
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+        self._sent: dict[torch.device, torch.cuda.Event] = {}  # those recorded since `start`
 
-    def start(self, chunk: Chunk) -> None:
-        """Begin to read a chunk; waits for transfers out of the old content. Raises CheckpointError."""
+    def start(self, chunks: Sequence[tuple[int, Chunk]]) -> None:
+        """Begin to read chunks of one file, each to its place in memory; waits for transfers out of the old content.
+        Raises CheckpointError."""
         for event in self._sent.values():
             event.synchronize()
+        self._sent.clear()
         self._drain()
-        self._chunk = chunk
-        if self._path != chunk.info.file:
+        info = chunks[0][1].info
+        if self._path != info.file:
             self.close()
-            self._path = chunk.info.file
-        pieces, begin = range(0, chunk.nbytes, PIECE_BYTES), self.memory.data_ptr()
+            self._path = info.file
+        pieces = sum(-(-chunk.nbytes // PIECE_BYTES) for _, chunk in chunks)
         try:
-            while len(self._files) < len(pieces):
-                self._files.append(_open(self._path))
-            self._reads.start(
-                [
-                    (file, begin + at, min(PIECE_BYTES, chunk.nbytes - at), chunk.offset + at)
-                    for file, at in zip(self._files, pieces)
-                ]
-            )
+            while len(self._files) < min(pieces, aio.THREADS):
+                self._files.append(_open(info.file))
+            files = cycle(self._files)
+            for at, chunk in chunks:
+                n = -(-chunk.nbytes // PIECE_BYTES)
+                sizes = [PIECE_BYTES] * (n - 1) + [chunk.nbytes - (n - 1) * PIECE_BYTES]
+                to = count(self._begin + at, PIECE_BYTES)
+                reads = [*zip(islice(files, n), to, sizes, count(chunk.offset, PIECE_BYTES))]
+                self._chunks.append((at, chunk, reads))
+            self._reads.start([*chain.from_iterable(reads for _, _, reads in self._chunks)])
         except OSError as e:
-            raise _not_read(chunk.info, e) from None
+            raise _not_read(info, e) from None
 
     def finish(self) -> None:
-        """The chunk that was started last is in memory. Raises CheckpointError if it is not."""
-        assert self._chunk is not None
-        info = self._chunk.info
+        """The next of the chunks is in memory, from `at` on. Raises CheckpointError if it is not."""
+        self.at, chunk, reads = self._chunks[0]
+        info = chunk.info
         try:
-            for i, count in enumerate(self._reads.wait()):
-                done = i * PIECE_BYTES + count
-                end = min((i + 1) * PIECE_BYTES, self._chunk.nbytes)
+            for (file, to, nbytes, offset), done in zip(reads, self._reads.wait(len(reads))):
                 # At the file's end, behind what stopped the read (this one tells), or where aio reads nothing.
-                while done < end:
-                    rest = self.memory.numpy().data[done:end]
-                    more = os.preadv(self._files[i], [rest], self._chunk.offset + done)
+                while done < nbytes:
+                    rest = self.memory.numpy().data[to - self._begin :][done:nbytes]
+                    more = os.preadv(file, [rest], offset + done)
                     if not more:
                         raise CheckpointError(
                             f"{info.file} ends inside {info.name}: it changed while loading"
@@ -128,20 +147,42 @@ class Buffer:
                     done += more
         except OSError as e:
             raise _not_read(info, e) from None
+        self._chunks.popleft()
+
+    def rows(self, dtype: torch.dtype, first: int, count: int, width: int) -> torch.Tensor:
+        """[count, width] from element `first` of the chunk that was finished last."""
+        if dtype not in self._views:
+            whole = self.memory.numel() // dtype.itemsize * dtype.itemsize
+            self._views[dtype] = self.memory[:whole].view(dtype)
+        which = dtype, self.at // dtype.itemsize + first, count, width
+        if which != self._rows_of:  # most chunks of a tensor lie alike
+            self._rows = self._views[dtype].as_strided((count, width), (width, 1), which[1])
+            self._rows_of = which
+        return self._rows
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether chunks are left to `finish`."""
+        return bool(self._chunks)
 
     @property
     def busy(self) -> bool:
         """Whether `start` would wait for a transfer."""
-        return not all(event.query() for event in self._sent.values())
+        for device in [device for device, event in self._sent.items() if event.query()]:
+            del self._sent[device]
+        return bool(self._sent)
 
     def mark(self, stream: torch.cuda.Stream) -> None:
         """Transfers out of it may have been queued on a stream."""
-        if stream.device not in self._sent:
-            self._sent[stream.device] = torch.cuda.Event()
-        self._sent[stream.device].record(stream)
+        device = stream.device
+        if device not in self._events:
+            self._events[device] = torch.cuda.Event()
+        self._sent[device] = self._events[device]
+        self._sent[device].record(stream)
 
     def _drain(self) -> None:
         """Nothing is read into the memory any more."""
+        self._chunks.clear()
         if self._reads.running:
             with contextlib.suppress(OSError):
                 self._reads.wait()
@@ -170,14 +211,33 @@ def _not_read(info: TensorInfo, error: OSError) -> CheckpointError:
     return CheckpointError(f"{info.file}: reading {info.name}: {error.strerror}")
 
 
-class ReadAhead:
-    """`chunks` in their order, each in one of BUFFERS buffers, which is free again after `give`."""
+def _fills(chunks: Iterable[Chunk], nbytes: int) -> Iterator[list[tuple[int, Chunk]]]:
+    """Chunks with their places in a buffer: those that follow each other in one file and fit share one. A scale or a norm
+    would else keep a buffer from reading 16 MB."""
+    fill: list[tuple[int, Chunk]] = []
+    end = 0
+    for chunk in chunks:
+        at = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if fill and (at + chunk.nbytes > nbytes or chunk.info.file != fill[0][1].info.file):
+            yield fill
+            fill, at = [], 0
+        fill.append((at, chunk))
+        end = at + chunk.nbytes
+    if fill:
+        yield fill
 
-    def __init__(self, chunks: Sequence[Chunk], pinned: bool):
+
+class ReadAhead:
+    """`chunks` in their order, in BUFFERS buffers of `nbytes` (of a chunk, if one is larger), each of which is free again
+    after `give` of the last chunk in it."""
+
+    def __init__(self, chunks: Sequence[Chunk], nbytes: int, pinned: bool):
         """Raises nothing that reading raises: `take` does."""
         self._chunks, self._pinned = chunks, pinned
-        self._size = max((chunk.nbytes for chunk in chunks), default=0)
-        self._taken = self._started = 0
+        self._fills = list(_fills(chunks, nbytes))
+        ends = (at + chunk.nbytes for fill in self._fills for at, chunk in fill)
+        self._size = max(ends, default=0)
+        self._taken = self._started = 0  # chunks, fills
         self._buffers: list[Buffer] = []
         self._free: deque[Buffer] = deque()
         self._reading: deque[Buffer] = deque()
@@ -195,7 +255,7 @@ class ReadAhead:
             raise CheckpointError("loading was stopped")
         if self._error and not self._reading:
             raise self._error
-        buffer = self._reading.popleft()
+        buffer = self._reading[0]
         try:
             buffer.finish()
         except CheckpointError as e:
@@ -203,12 +263,15 @@ class ReadAhead:
             self._reading.clear()
             raise
         self._taken += 1
+        if not buffer.unfinished:
+            self._reading.popleft()
         return buffer
 
     def give(self, buffer: Buffer) -> None:
         """It was taken, and its transfers are marked."""
-        self._free.append(buffer)
-        self._start()
+        if not buffer.unfinished:
+            self._free.append(buffer)
+            self._start()
 
     def stop(self) -> None:
         """From any thread: the one that takes ends at its next chunk, not at the end of a weight of 240 MB."""
@@ -222,15 +285,17 @@ class ReadAhead:
     def _start(self) -> None:
         """Begin what can be begun without a wait; one chunk at least if none is on its way. Pinning memory takes as
         long as reading as much, so one buffer a call is made, under the reads of those before it."""
-        if len(self._buffers) < BUFFERS and not self._error and self._started < len(self._chunks):
+        if self._error or self._started == len(self._fills):
+            return
+        if len(self._buffers) < BUFFERS:
             self._buffers.append(Buffer(self._size, self._pinned))
             self._free.appendleft(self._buffers[-1])
-        while self._free and not self._error and self._started < len(self._chunks):
+        while self._free and self._started < len(self._fills):
             if self._reading and self._free[0].busy:
                 return
             buffer = self._free.popleft()
             try:
-                buffer.start(self._chunks[self._started])
+                buffer.start(self._fills[self._started])
             except CheckpointError as e:  # `take` raises it when its turn comes
                 self._error = e
                 return

@@ -17,7 +17,7 @@ import torch
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
 from engine.checkpoint.read_ahead import Wanted
 from engine.checkpoint.scheme import Scheme, scale_of
-from engine.checkpoint.staging import CHUNK_BYTES, Staging
+from engine.checkpoint.staging import Staging
 from engine.errors import CheckpointError, first_few
 from engine.weights import Part, WeightSpec
 
@@ -108,8 +108,8 @@ class CheckpointSource:
     """A Hugging Face directory. Only a slice's bytes (a column slice's rows) are read, through buffers: a mapped file
     that shrinks would end the process (SIGBUS)."""
 
-    def __init__(self, checkpoint: str | Path | CheckpointIndex, chunk_bytes: int = CHUNK_BYTES):
-        """chunk_bytes: of a buffer. Raises CheckpointError for whatever
+    def __init__(self, checkpoint: str | Path | CheckpointIndex, chunk_bytes: int | None = None):
+        """chunk_bytes: see `Staging`. Raises CheckpointError for whatever
         `open_checkpoint` finds."""
         if not isinstance(checkpoint, CheckpointIndex):
             checkpoint = open_checkpoint(checkpoint)
@@ -188,15 +188,17 @@ class CheckpointSource:
     def check_scales(self) -> None:
         """Read every scale of an FP8 checkpoint: CheckpointError for one that is not finite or not
         positive. Small (4 bytes a row), so that it comes before any weight."""
-        bad = []
-        for name, info in self.index.tensors.items():
-            scale = scale_of(info, self.index.tensors) if self.index.is_fp8(name) else None
-            if scale is None:
-                continue
-            flat = _flat(scale)
-            values = self._rows(flat, 0, flat.shape[0]).float()
-            if not (values.isfinite() & (values > 0)).all():
-                bad.append(scale.name)
+        tensors = self.index.tensors
+        of_fp8 = (
+            scale_of(info, tensors) for name, info in tensors.items() if self.index.is_fp8(name)
+        )
+        scales = [_flat(scale) for scale in of_fp8 if scale is not None]
+        wanted, bad = [Wanted(scale, 0, {0: (0, scale.shape[0])}) for scale in scales], []
+        with self._staging.read_ahead(wanted, pinned=False):
+            for scale in scales:
+                values = self._rows(scale, 0, scale.shape[0]).float()
+                if not (values.isfinite() & (values > 0)).all():
+                    bad.append(scale.name)
         if bad:
             raise CheckpointError(
                 f"{self.index.directory}: FP8 scales that are zero, negative or not finite: "

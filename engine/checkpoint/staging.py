@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
+from engine.checkpoint import read_ahead
 from engine.checkpoint.read_ahead import Buffer, Chunk, ReadAhead, Wanted
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK_BYTES = 16 << 20  # of a buffer (read_ahead.py)
 
 
 class Staging:
     """Reads slices of tensors onto devices. A CPU device takes the same path with ordinary buffers."""
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES):
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, chunk_bytes: int | None = None):
+        """chunk_bytes: of a buffer; default: read_ahead.CHUNK_BYTES."""
+        self._chunk_bytes = chunk_bytes or read_ahead.CHUNK_BYTES
         self._ahead: ReadAhead | None = None
         self._local = threading.local()
 
@@ -29,7 +30,7 @@ class Staging:
         `read` of something else reads for itself. Gives `ReadAhead.stop`."""
         assert self._ahead is None, "one load of a source at a time"
         chunks = [chunk for each in wanted for chunk in each.chunks(self._chunk_bytes)]
-        self._ahead = ReadAhead(chunks, pinned)
+        self._ahead = ReadAhead(chunks, self._chunk_bytes, pinned)
         try:
             yield self._ahead.stop
         finally:
@@ -65,33 +66,41 @@ class Staging:
             if wanted.axis == 1 and out[r].shape[1] < width
         }
         # As the widest integers that all rows and slices begin and end at: copies between strides go by element.
-        unit = math.gcd(8, wanted.info.row_bytes, *(at for span in cut.values() for at in span))
-        places = {
-            r: (out[r][:, None] if out[r].ndim == 1 else out[r]).view(_INTEGERS[unit]) for r in rows
-        }
+        row_bytes = wanted.info.row_bytes
+        unit = math.gcd(8, row_bytes, *(at for span in cut.values() for at in span))
+        integers, width = _INTEGERS[unit], row_bytes // unit
+        places = []
+        for rank, (start, stop) in rows.items():
+            place = (out[rank][:, None] if out[rank].ndim == 1 else out[rank]).view(integers)
+            left, right = (at // unit for at in cut.get(rank, (0, row_bytes)))
+            places.append((start, stop, devices[rank], place, rank in cut, left, right))
         streams = {
             devices[rank]: torch.cuda.current_stream(devices[rank])
             for rank in rows
             if devices[rank].type == "cuda"
         }
+        # From here on each microsecond counts: a chunk's turn is its bytes over 50 GB/s, 0.3 ms.
         for chunk in wanted.chunks(self._chunk_bytes):
             ahead = self._ahead if self._ahead and self._ahead.is_next(chunk) else None
             buffer = ahead.take() if ahead else self._read_now(chunk, pinned=bool(streams))
-            held = buffer.memory[: chunk.nbytes].view(_INTEGERS[unit])
-            held = held.view(chunk.end - chunk.row, -1)
-            landed: dict[torch.device, torch.Tensor] = {}
-            for rank, (start, stop) in rows.items():
-                first, last = max(chunk.row, start), min(chunk.end, stop)
+            sent, landed = set(), {}
+            row, end = chunk.row, chunk.end
+            for start, stop, device, place, is_cut, left, right in places:
+                first, last = start if start > row else row, stop if stop < end else end
                 if first >= last:
                     continue
-                device, piece = devices[rank], held[first - chunk.row : last - chunk.row]
-                if rank in cut:
+                if not is_cut:
+                    piece = buffer.rows(integers, (first - row) * width, last - first, width)
+                else:
                     if device not in landed:
-                        landed[device] = piece.to(device, non_blocking=True)
-                    piece = landed[device][:, slice(*(at // unit for at in cut[rank]))]
-                places[rank][first - start : last - start].copy_(piece, non_blocking=True)
-            for stream in streams.values():
-                buffer.mark(stream)
+                        whole = buffer.rows(integers, 0, end - row, width)
+                        landed[device] = whole.to(device, non_blocking=True)
+                    piece = landed[device][:, left:right]
+                sent.add(device)
+                place[first - start : last - start].copy_(piece, non_blocking=True)
+            for device, stream in streams.items():
+                if device in sent:
+                    buffer.mark(stream)
             if ahead:
                 ahead.give(buffer)
         return out
@@ -103,6 +112,6 @@ class Staging:
         if buffer is None or buffer.memory.numel() < chunk.nbytes:
             buffer = Buffer(max(chunk.nbytes, self._chunk_bytes), pinned)
             setattr(self._local, key, buffer)
-        buffer.start(chunk)
+        buffer.start([(0, chunk)])
         buffer.finish()
         return buffer

@@ -153,9 +153,10 @@ def refusal(directory: Path, reads: tuple[str, ...] = ()) -> str:
     """The line that loading ends in; only tensors named in `reads` may have been read."""
     original = Buffer.start
 
-    def watched(self, chunk):
-        assert chunk.info.name.endswith(reads), f"{chunk.info.name} was read"
-        original(self, chunk)
+    def watched(self, chunks):
+        for _, chunk in chunks:
+            assert chunk.info.name.endswith(reads), f"{chunk.info.name} was read"
+        original(self, chunks)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Buffer, "start", watched)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import resource
+import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,27 +87,43 @@ def test_a_read_that_is_not_accepted(info):
     assert torch.equal(memory[48:].view(torch.float32), VALUES[0])
 
 
-def test_a_signal_while_waiting(info, monkeypatch):
-    """Ctrl-C: the reads run on, and are waited for again before their memory goes."""
-    memory, reads = torch.zeros(48, dtype=torch.uint8), Reads()
-    with open(info.file, "rb") as file:
-        reads.start([(file.fileno(), memory.data_ptr(), 48, info.offset)])
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(aio, "_library", Signalled)
+def test_a_signal_while_waiting():
+    """Ctrl-C: the reads run on, and are waited for again before their memory goes. A read of a pipe waits for a writer."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    memory, reads, (out, into) = torch.zeros(4, dtype=torch.uint8), Reads(), os.pipe()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        reads.start([(out, memory.data_ptr(), 4, 0)])
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
             reads.wait()
         assert reads.running
-        assert reads.wait() == [48]
-    assert torch.equal(memory.view(torch.float32), VALUES[0])
+        os.write(into, b"1234")
+        assert reads.wait() == [4] and not reads.running
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        os.close(into)
+        os.close(out)
+    assert memory.numpy().tobytes() == b"1234"
 
 
-class Signalled:
-    """A library whose reads do not end before a signal comes."""
-
-    def aio_error(self, pointer):
-        return errno.EINPROGRESS
-
-    def aio_suspend(self, *args):
-        raise KeyboardInterrupt
+def test_reads_are_waited_for_some_at_a_time(info):
+    """Each failure with those that it belongs to; all of the rest at last."""
+    memory, reads = torch.zeros(5 * 48, dtype=torch.uint8), Reads()
+    with open(info.file, "rb") as file:
+        files = [file.fileno()] * 2 + [-1] + [file.fileno()] * 2
+        starts = enumerate(files)
+        reads.start([(f, memory[i * 48 :].data_ptr(), 48, info.offset + i * 48) for i, f in starts])
+        assert reads.wait(2) == [48, 48]
+        assert torch.equal(memory[:96].view(torch.float32).view(2, 12), VALUES[:2])
+        assert reads.running and reads.wait(0) == []
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            reads.wait(1)
+        assert reads.running and reads.wait() == [48, 48] and not reads.running
+    assert torch.equal(memory[144:].view(torch.float32).view(2, 12), VALUES[3:5])
 
 
 @pytest.mark.parametrize("piece", [7, 1 << 20])
@@ -145,12 +162,17 @@ def test_a_forked_child_reads_without_the_threads_of_its_parent(rows):
 def test_a_buffer_is_started_anew_while_it_is_read_into(info, monkeypatch):
     """As after an error in one of its pieces."""
     monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
-    first, second = Wanted(info, None, {0: (0, 99)}).chunks(66 * 48)
-    buffer = Buffer(first.nbytes, pinned=False)
-    for chunk in (first, second, first):
-        buffer.start(chunk)
+    first, second, third = Wanted(info, None, {0: (0, 99)}).chunks(33 * 48)
+    buffer = Buffer(3 * 33 * 48, pinned=False)
+    buffer.start([(0, first), (33 * 48, second)])
     buffer.finish()
-    assert torch.equal(buffer.memory.view(torch.float32).view(66, 12), VALUES[:66])
+    buffer.start([(0, third), (33 * 48, first)])
+    buffer.start([(0, first), (33 * 48, third)])
+    for want in (VALUES[:33], VALUES[66:]):
+        assert buffer.unfinished
+        buffer.finish()
+        assert torch.equal(buffer.rows(torch.float32, 0, 33, 12), want)
+    assert not buffer.unfinished
 
 
 def test_transfers_to_every_gpu_are_marked_before_a_buffer_is_given_back(rows, monkeypatch):
@@ -175,6 +197,65 @@ def test_transfers_to_every_gpu_are_marked_before_a_buffer_is_given_back(rows, m
     assert len(given) == 99
 
 
+class Event:
+    """Of a transfer that goes on."""
+
+    def record(self, stream):
+        self.stream = stream
+
+    def query(self):
+        return False
+
+    def synchronize(self):
+        pass
+
+
+@pytest.mark.parametrize("chunk", [48, 1 << 20])
+def test_only_transfers_that_were_made_are_waited_for(rows, monkeypatch, chunk):
+    """Of all chunks that share a buffer. CPU tensors in the place of the GPUs'."""
+    devices = {0: torch.device("cuda", 0), 1: torch.device("cuda", 1)}
+    streams = {device: SimpleNamespace(device=device) for device in devices.values()}
+    given, give = [], ReadAhead.give
+
+    def checked(self, buffer):
+        given.append([event.stream for event in buffer._sent.values()])
+        assert buffer.busy
+        give(self, buffer)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.get)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(ReadAhead, "give", checked)
+    into, first, second = dict.fromkeys(devices, torch.empty(3, 12)), *streams.values()
+    each = [Wanted(rows[0].info, 0, {0: (i, i + 3), 1: (i + 3, i + 6)}) for i in (0, 6, 12)]
+    staging = Staging(chunk)
+    with staging.read_ahead(each, pinned=False):
+        for wanted in each:
+            staging.read(wanted, torch.float32, devices, into)
+    if chunk == 48:  # a row
+        assert given == [[first], [second]] * 9
+    else:
+        assert given == [[first, second]] * 3
+
+
+def test_an_interrupted_wait_loses_no_chunk(rows, monkeypatch):
+    """`take` again gives the chunk that it was waiting for."""
+    chunks = [chunk for each in rows for chunk in each.chunks(48)]
+    ahead, wait = ReadAhead(chunks, 1 << 10, pinned=False), Reads.wait
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for chunk in chunks:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Reads, "wait", interrupt)
+            ahead.take()
+        assert Reads.wait is wait and ahead.is_next(chunk)
+        buffer = ahead.take()
+        assert torch.equal(buffer.rows(torch.float32, 0, 1, 12)[0], VALUES[chunk.row])
+        ahead.give(buffer)
+    ahead.close()
+
+
 def test_leaving_closes_the_files_though_an_error_is_held(tmp_path):
     """A traceback keeps the buffers alive, and a future its exception."""
     file = tmp_path / "model.safetensors"
@@ -197,6 +278,7 @@ def test_a_source_takes_its_file_along(rows):
 
 def test_too_few_descriptors_are_named(info, monkeypatch):
     monkeypatch.setattr(read_ahead, "PIECE_BYTES", 16)
+    monkeypatch.setattr(aio, "THREADS", 100)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 40, limits[1]))
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +126,22 @@ def test_a_byte_is_read_once_for_all_ranks(headers, tensors, reads):
         assert len({at for at, _ in reads}) == len(reads)
 
 
+@pytest.mark.parametrize(
+    "axis, ranges, rows",
+    [
+        (0, [(0, 20), (20, 37)], [0, 20, 5, 25, 10, 30, 15, 35]),
+        (0, [(20, 37), (0, 20)], [0, 20, 5, 25, 10, 30, 15, 35]),
+        (0, [(0, 20), (0, 20), (20, 37), (20, 37)], [0, 20, 5, 25, 10, 30, 15, 35]),
+        (0, [(0, 12), (12, 24), (24, 37)], [0, 15, 30, 5, 20, 35, 10, 25]),
+        (1, [(0, 12), (12, 24)], [0, 5, 10, 15, 20, 25, 30, 35]),
+        (None, [(0, 37)] * 2, [0, 5, 10, 15, 20, 25, 30, 35]),
+    ],
+)
+def test_rows_of_several_ranks_come_in_turn(headers, axis, ranges, rows):
+    chunks = Wanted(headers["wide"], axis, dict(enumerate(ranges))).chunks(5 * 48)
+    assert [chunk.row for chunk in chunks] == rows
+
+
 @pytest.mark.parametrize("chunk, gap", [(48, 0), (480, 16), (1 << 20, 26)])
 def test_rows_that_no_rank_needs_are_not_read(headers, chunk, gap):
     """Before the first, behind the last, and whole chunks between them; a row of "wide" is 48 bytes."""
@@ -226,7 +243,7 @@ class Transfer:
 
 def test_a_buffer_on_its_way_is_waited_for_only_when_it_is_needed(headers):
     chunks = list(Wanted(headers["wide"], None, {0: (0, 37)}).chunks(48))
-    ahead, given = ReadAhead(chunks, pinned=False), []
+    ahead, given = ReadAhead(chunks, 48, pinned=False), []
     for i in range(len(chunks)):
         buffer = ahead.take()
         given.append(Transfer())
@@ -248,6 +265,45 @@ def test_a_buffer_is_busy_until_it_is_on_every_device():
     assert not buffer.busy
 
 
+def test_an_ended_transfer_is_not_asked_for_again():
+    buffer, events = Buffer(48, pinned=False), [Once(), Transfer()]
+    buffer._sent = {torch.device("cuda", i): each for i, each in enumerate(events)}
+    assert buffer.busy and buffer.busy
+    events[1].synchronize()
+    assert not buffer.busy and not buffer.busy
+
+
+class Once(Transfer):
+    """It has ended, and is asked once."""
+
+    def query(self):
+        assert not self.waits
+        self.waits += 1
+        return True
+
+
+@pytest.mark.parametrize("room, fills", [(48, 42), (303, 40), (304, 22), (2048, 6), (1 << 20, 2)])
+def test_chunks_of_one_file_share_a_buffer(headers, tmp_path, room, fills):
+    """In their order, at places that do not meet."""
+    save_file({"b": torch.arange(30.0)}, tmp_path / "b")
+    other = read_header(tmp_path / "b")["b"]
+    wanted = [Wanted(headers["wide"], None, {0: (0, 37)}), Wanted(other, None, {0: (0, 30)})]
+    chunks = [chunk for each in wanted for chunk in each.chunks(24)]
+    ahead, starts, buffers = ReadAhead(chunks, room, pinned=False), [], set()
+    for chunk in chunks:
+        assert ahead.is_next(chunk)
+        buffer = ahead.take()
+        buffers.add(buffer)
+        if buffer.at == 0:
+            starts.append(chunk)
+        want = Path(chunk.info.file).read_bytes()[chunk.offset :][: chunk.nbytes]
+        assert buffer.rows(torch.uint8, 0, 1, chunk.nbytes).numpy().tobytes() == want
+        assert buffer.at + chunk.nbytes <= max(room, 48)
+        ahead.give(buffer)
+    ahead.close()
+    assert len(starts) == fills and len(buffers) == min(fills, BUFFERS)
+
+
 def test_leaving_early_waits_for_what_is_being_read(headers, tensors):
     staging, order = Staging(48), wanted_rows(headers, 40)
     for taken in (0, 1, 25):
@@ -264,8 +320,8 @@ def test_leaving_early_waits_for_what_is_being_read(headers, tensors):
     check(staging, order[-1], tensors)
 
 
-@pytest.mark.parametrize("piece", [1, 4])
-def test_an_error_comes_in_its_turn_and_stays(tmp_path, monkeypatch, piece):
+@pytest.mark.parametrize("piece, room", [(1, 4), (4, 4), (3, 1 << 20)])  # alone in a buffer, or not
+def test_an_error_comes_in_its_turn_and_stays(tmp_path, monkeypatch, piece, room):
     monkeypatch.setattr(read_ahead, "PIECE_BYTES", piece)
     order = []
     for name in "ab":
@@ -273,7 +329,7 @@ def test_an_error_comes_in_its_turn_and_stays(tmp_path, monkeypatch, piece):
         info = read_header(tmp_path / name)[name]
         order += [Wanted(info, 0, {0: (i, i + 1)}) for i in range(64)]
     (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-4])
-    staging = Staging(4)
+    staging = Staging(room)
     with staging.read_ahead(order, pinned=False):
         for i in range(63):
             assert staging.read(order[i], torch.float32, {0: CPU})[0] == i
