@@ -18,10 +18,10 @@ from typing import Any
 _SIGEV_NONE, _LIO_NOWAIT = 1, 1
 _POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-# Of the process, from its first read on. More than there are cores are slower than as many: 47 GB/s of plain reads with
-# 20 threads on 16 cores, 83 with 16, 76 with 12; and one core is the caller's. On 32 cores, beside transfers to two H200s:
-# 53 GB/s with 12, about as much with 10, less with 16.
-THREADS = max(1, min(12, _CORES * 3 // 4))
+# Of the process, from its first read on. Plain reads want as many as there are cores, but transfers and the caller want
+# theirs: beside transfers to two H200s 53 GB/s with 12 on 32 cores and 42 with 16; of a whole load onto one H200 with 16
+# cores 38 with 10 and 35 with 12.
+THREADS = max(1, min(10, _CORES * 3 // 4))
 
 
 class _Control(ctypes.Structure):
