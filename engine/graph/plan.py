@@ -2,7 +2,8 @@
 
 All launches of a rank are ordered (one stream; under programmatic dependent launch a kernel writes only
 after the one before it has completed), so a buffer is free for the next op once its last reader has
-been launched. Messages between ranks and (value, id) maxima live in workspaces of their own.
+been launched. One launch overlaps the one before: a `poll_residual` is not held up by the end of the push
+that it polls (all_reduce.py), so what that push reads is kept until behind the poll. Messages between ranks and (value, id) maxima live in workspaces of their own.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def plan(graph: Graph, act_bytes: int) -> BufferPlan:
     itself: one sampling tail (graph/tail.py) finds the logits of every graph there.
     """
     last = {value: i for i, op in enumerate(graph.ops) for value in op.inputs}
+    made = {value: op for op in graph.ops for value in op.outputs}
+    for i, op in enumerate(graph.ops):
+        if op.kind == "poll_residual":
+            for value in made[op.input("message")].inputs:
+                last[value] = max(last[value], i)
     live: list[tuple[int, int, int]] = []  # (start, stop, last use)
     offsets: dict[Value, int] = {}
     top = 0

@@ -175,7 +175,7 @@ def gemv_ring_kernel(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """One program: ROWS_PER_PROGRAM output rows, all of K, all R activation rows."""
-    if PDL:
+    if PDL and EPILOGUE != "push":
         gdc_launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     WARPS_N: gl.constexpr = WARPS // WARPS_K
@@ -275,6 +275,8 @@ def gemv_ring_kernel(
         held = rope_rows(pair_row, positions_ptr, row_slots_ptr, R)
     if PDL:
         gdc_wait()
+        if EPILOGUE == "push":  # a poll may overlap this launch, and no other (all_reduce.py)
+            gdc_launch_dependents()
     if EPILOGUE == "rope" and not PREFETCH:
         held = rope_rows(pair_row, positions_ptr, row_slots_ptr, R)
 

@@ -58,7 +58,7 @@ def gemv_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N output rows of W, all of K, all R activation rows."""
-    if PDL:
+    if PDL and EPILOGUE != "push":
         gdc_launch_dependents()
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
@@ -90,6 +90,8 @@ def gemv_kernel(
             held = held + (rope_rows(r, positions_ptr, row_slots_ptr, R),)
     if PDL:
         gdc_wait()
+        if EPILOGUE == "push":  # a poll may overlap this launch, and no other (all_reduce.py)
+            gdc_launch_dependents()
     if EPILOGUE == "rope" and not PREFETCH:
         for r in tl.static_range(R):
             held = held + (rope_rows(r, positions_ptr, row_slots_ptr, R),)

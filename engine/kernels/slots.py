@@ -4,7 +4,8 @@ An *exchange* is a push of every rank to every rank and the poll that needs all 
 all-reduce, or the argmax exchange at the end of a step. Number a stream's exchanges 0, 1, 2, ...
 over all replays. On each rank the order is push 0, poll 0, push 1, poll 1, ...; each kernel's
 accesses come after the complete end of the kernels before it (stream order, or `gdc_wait` under
-PDL), but a kernel has many programs in any order.
+PDL; a poll may overlap the push of its own call, which touches nothing here but what the poll waits
+for), but a kernel has many programs in any order.
 
 Let a buffer location be used by exchange a and next by exchange b. When may rank r re-arm it?
 

@@ -42,7 +42,9 @@ where ranks were 0.1 ms apart, which made the waiting rank the late one of the n
 at TP = 2 then took 132 ms for a prompt of 512 tokens in one engine and 41 ms in the next.
 
 **PDL.** `gdc_launch_dependents` promises nothing about memory. `gdc_wait` makes all earlier
-kernels' writes visible; it covers the whole chain only if every kernel of the chain waits.
+kernels' writes visible; it covers the whole chain only if every kernel of the chain waits, before it
+reads what they wrote or writes what they read. One does so at its end, with the reasons: the poll of
+all_reduce.py.
 
 Under TRITON_INTERPRET=1 the names below that hold PTX are replaced by
 `engine/kernels/sync_interpreter.py`.

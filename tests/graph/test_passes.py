@@ -216,6 +216,27 @@ def test_plan_never_overlaps_live_buffers(phase, rows, logits, tp):
     assert buffers.arena_bytes <= one * 1.01
 
 
+@pytest.mark.parametrize("phase,rows", [("decode", 8), ("prefill", 64)])
+@pytest.mark.parametrize("tp", [2, 8])
+def test_a_poll_writes_nothing_that_its_push_still_reads(phase, rows, tp):
+    """They overlap: a poll is not held up by the push's end."""
+    config = with_layers(preset("qwen2.5-7b" if tp == 2 else "qwen2.5-72b"), 3)
+    graph = run_passes(build(config, phase=phase, rows=rows, tp=tp, algorithms=("lamport",)))
+    offsets = plan(graph, 2).offsets
+    producers = graph.producers()
+
+    def places(values):
+        return [(offsets[v], offsets[v] + value_bytes(v, 2)) for v in values if v in offsets]
+
+    polls = [op for op in graph.ops if op.kind == "poll_residual"]
+    assert len(polls) == 6
+    for op in polls:
+        push = graph.ops[producers[op.input("message")]]
+        read, written = places(push.inputs), places(arena_outputs(op))
+        assert read and written
+        assert all(a[1] <= b[0] or b[1] <= a[0] for a in read for b in written)
+
+
 def broken(graph, mutate):
     with pytest.raises(GraphError) as error:
         verify(mutate(graph))

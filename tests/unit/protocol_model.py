@@ -41,13 +41,14 @@ class Op(NamedTuple):
 class Kernel:
     """programs[p]: the stages of program p, each a tuple of operations.
 
-    Under PDL every kernel is launched as soon as the two before it are, and `waits` (gdc_wait)
-    alone holds its operations back. So a kernel that lacks it may overlap the two kernels before
-    it.
+    Under PDL a kernel is launched when the one before it says so; from then on its gdc_wait alone holds its
+    operations back. `overlaps`: how many kernels directly before it may still run: 0 behind a gdc_wait; 1 without
+    one, behind a kernel that says so behind its own; 2 without one, behind a kernel that says so at its start.
+    It ends when those have ended.
     """
 
     programs: tuple[tuple[tuple[Op, ...], ...], ...]
-    waits: bool = True
+    overlaps: int = 0
 
 
 class Violation(Exception):
@@ -122,7 +123,7 @@ class Machine:
                 number = index + which
                 if number >= len(self.kernels[rank]):
                     break
-                if which and self.kernels[rank][number].waits:
+                if which > self.kernels[rank][number].overlaps:
                     continue
                 for program, (stage, done) in enumerate(progress):
                     stages = self.kernels[rank][number].programs[program]
@@ -274,12 +275,12 @@ def split_form(
     world: int,
     programs: int = 1,
     read_all: bool = False,
-    poll_waits: bool = True,
+    overlaps: int = 1,
     fine: bool = False,
 ) -> list[list[Kernel]]:
     """push kernel, poll kernel, push kernel, ... `read_all`: every program of the poll reads every
-    chunk (a consumer that polls in its prologue). `poll_waits` False: the poll lacks its gdc_wait.
-    `fine`: the sources of a poll are read one by one."""
+    chunk (a consumer that polls in its prologue). `overlaps`: of the poll; our polls do not wait for the push in
+    front. `fine`: the sources of a poll are read one by one."""
     kernels = []
     for call, exchange in enumerate(exchanges):
         size = exchange.chunks or programs
@@ -287,7 +288,7 @@ def split_form(
         shared = read_all or exchange.polled
         push = tuple((_pushes(exchange, call, c, world, size),) for c in places)
         poll = tuple(_polls(exchange, call, c, world, size, shared, fine) for c in places)
-        kernels += [Kernel(push), Kernel(poll, poll_waits)]
+        kernels += [Kernel(push), Kernel(poll, overlaps)]
     return [kernels] * world
 
 

@@ -32,7 +32,7 @@ def two_shot_form(
         if name == "gemm":
             return Kernel(((every("put", PARTIALS, chunks),),))
         if name == "publish":
-            return Kernel(((every("signal", 0, (PUBLISH,)),),), publish_waits)
+            return Kernel(((every("signal", 0, (PUBLISH,)),),), 0 if publish_waits else 2)
         if name == "gather":
             return Kernel(((every("await", 0, chunks),),))
         if name == "read":
@@ -116,7 +116,7 @@ def two_shot_fused_form(
                 line += two_shot_form(1, world, size, first=call)[r][:-1]
             else:
                 bodies = tuple(program(r, call, p) for p in range(min(programs, size)))
-                line.append(Kernel(bodies, read_waits))
+                line.append(Kernel(bodies, 0 if read_waits else 2))
             line.append(Kernel(((read,),)))
         return line
 

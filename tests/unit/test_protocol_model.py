@@ -272,7 +272,8 @@ def test_own_slot_cleared_while_others_read():
 
 def test_never_cleared():
     exchanges = [Exchange(i % 3, ()) for i in range(6)]
-    assert "overwrite" in caught(split_form(exchanges, 2))
+    assert "overwrite" in caught(split_form(exchanges, 2, overlaps=0))
+    assert "stale" in caught(split_form(exchanges, 2))
 
 
 @pytest.mark.parametrize(("calls", "slots"), [(3, 2), (4, 3), (5, 3), (5, 4), (7, 3)])
@@ -283,10 +284,10 @@ def test_slot_count_that_does_not_divide_the_calls(calls, slots):
     )
 
 
-def test_poll_without_its_wait():
-    """Under PDL a poll that does not wait clears what the poll before it still reads (S = 3: the
-    slot of the previous call)."""
-    caught(split_form(rotation(3, 3, 3, ahead=2), 2, 2, read_all=True, poll_waits=False))
+def test_poll_behind_a_push_that_lets_it_start_too_early():
+    """A poll that may overlap the kernel before the push clears what the poll before it still reads (S = 3: the slot
+    of the previous call). So a push lets it start behind its own wait."""
+    caught(split_form(rotation(3, 3, 3, ahead=2), 2, 2, read_all=True, overlaps=2))
 
 
 def test_argmax_slot_without_an_all_reduce_between():
