@@ -231,7 +231,10 @@ def test_a_poll_writes_nothing_that_its_push_still_reads(phase, rows, tp):
     polls = [op for op in graph.ops if op.kind == "poll_residual"]
     assert len(polls) == 6
     for op in polls:
-        push = graph.ops[producers[op.input("message")]]
+        at = producers[op.input("message")]
+        push = graph.ops[at]
+        # Nothing between them, and the residual is from before the push: the poll waits for neither.
+        assert graph.ops.index(op) == at + 1 and producers[op.input("residual")] < at
         read, written = places(push.inputs), places(arena_outputs(op))
         assert read and written
         assert all(a[1] <= b[0] or b[1] <= a[0] for a in read for b in written)

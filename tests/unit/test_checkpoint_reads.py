@@ -52,7 +52,7 @@ def test_asynchronous_reads(tmp_path):
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     files = [os.open(file, os.O_RDONLY) for _ in range(32)]
     reads, begin = Reads(), memory.data_ptr()
-    for count in (32, 1, 7):
+    for count in (1, 32, 7):
         memory.zero_()
         reads.start([(files[i], begin + (i << 15), 1 << 15, i << 15) for i in range(count)])
         assert reads.running
@@ -139,6 +139,28 @@ def test_another_c_library(rows, monkeypatch, piece):
             check(staging, wanted)
 
 
+def test_reads_take_descriptors_in_turn_and_no_more_than_there_are_threads(info, monkeypatch):
+    """Through all chunks of a buffer: reads of one descriptor wait for each other."""
+    seen, start = [], Reads.start
+    monkeypatch.setattr(
+        Reads, "start", lambda self, reads: (seen.extend(reads), start(self, reads))
+    )
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 48)
+    monkeypatch.setattr(aio, "THREADS", 3)
+    chunks, before = list(Wanted(info, None, {0: (0, 7)}).chunks(96))[:4], descriptors()
+    buffer = Buffer(4 * 256, pinned=False)
+    buffer.start([(i * 256, chunk) for i, chunk in enumerate(chunks)])
+    assert descriptors() == before + 3
+    files = [file for file, *_ in seen]
+    assert len(set(files[:3])) == 3 and files == (files[:3] * 3)[: len(files)] and len(files) == 8
+    for chunk in chunks:
+        buffer.finish()
+        got = buffer.rows(torch.float32, 0, 2, 12)
+        assert torch.equal(got, VALUES[chunk.row : chunk.end])
+    buffer.close()
+    assert descriptors() == before
+
+
 def test_a_forked_child_reads_without_the_threads_of_its_parent(rows):
     """With reads of the parent under way, and before its idle threads end."""
     staging = Staging(48)
@@ -197,11 +219,30 @@ def test_transfers_to_every_gpu_are_marked_before_a_buffer_is_given_back(rows, m
     assert len(given) == 99
 
 
+def test_columns_are_marked_where_their_rows_land(rows, monkeypatch):
+    """A rank's columns are cut on its device, out of rows that travel there. CPU tensors in the place of the GPUs'."""
+    devices = {rank: torch.device("cuda", rank // 2) for rank in range(3)}
+    marked = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device.index)
+    monkeypatch.setattr(Buffer, "mark", lambda _buffer, stream: marked.append(stream))
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _device, non_blocking: tensor.clone())
+    spans = dict(enumerate([(0, 6), (6, 8), (8, 12)]))
+    into = {rank: torch.empty(99, stop - start) for rank, (start, stop) in spans.items()}
+    staging, wanted = Staging(48 * 33), Wanted(rows[0].info, 1, spans)
+    with staging.read_ahead([wanted], pinned=False):
+        staging.read(wanted, torch.float32, devices, into)
+    assert marked == [0, 1] * 3
+    assert torch.equal(torch.cat([*into.values()], 1), VALUES)
+
+
 class Event:
     """Of a transfer that goes on."""
 
+    records = 0
+
     def record(self, stream):
         self.stream = stream
+        self.records += 1
 
     def query(self):
         return False
@@ -235,6 +276,15 @@ def test_only_transfers_that_were_made_are_waited_for(rows, monkeypatch, chunk):
         assert given == [[first], [second]] * 9
     else:
         assert given == [[first, second]] * 3
+
+
+def test_a_buffer_is_marked_behind_the_last_of_its_chunks(monkeypatch):
+    """What the first of them recorded ends too early."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    buffer, stream = Buffer(1, pinned=False), SimpleNamespace(device=torch.device("cuda", 0))
+    for count in (1, 2, 3):
+        buffer.mark(stream)
+        assert [event.records for event in buffer._sent.values()] == [count]
 
 
 def test_an_interrupted_wait_loses_no_chunk(rows, monkeypatch):

@@ -72,7 +72,8 @@ def test_every_slice_and_chunk(headers, tensors, name, axis, ranges, chunk):
     info = headers[name]
     for _ in range(2):  # the second time with used buffers
         wanted = dict(enumerate(ranges))
-        devices = dict.fromkeys(wanted, CPU)
+        # Two devices in turn, which share neither rows that landed nor marks.
+        devices = {rank: torch.device("cpu", 0) if rank % 2 else CPU for rank in wanted}
         got = staging.read(Wanted(info, axis, wanted), TORCH_DTYPES[info.dtype], devices)
         assert list(got) == list(wanted)
         for rank, (start, stop) in wanted.items():
@@ -228,6 +229,15 @@ def test_no_more_is_read_ahead_than_there_are_buffers(headers, tensors, reads):
         assert len(reads) == 30
 
 
+def test_stopping_ends_the_next_chunk(headers, tensors):
+    staging, order = Staging(48), wanted_rows(headers, 4)
+    with staging.read_ahead(order, pinned=False) as stop:
+        check(staging, order[0], tensors)
+        stop()
+        with pytest.raises(CheckpointError, match="loading was stopped"):
+            check(staging, order[1], tensors)
+
+
 class Transfer:
     """An event behind a transfer that ends when it is waited for."""
 
@@ -336,6 +346,23 @@ def test_an_error_comes_in_its_turn_and_stays(tmp_path, monkeypatch, piece, room
         for _ in range(2):  # not what was read of b
             with pytest.raises(CheckpointError, match="ends inside a: it changed while loading"):
                 staging.read(order[63], torch.float32, {0: CPU})
+
+
+@pytest.mark.parametrize("room", [256, 1 << 20])
+def test_an_error_names_the_tensor_that_it_is_in(tmp_path, room):
+    """Not the first or the last of those that share a buffer."""
+    file = tmp_path / "model.safetensors"
+    save_file({name: torch.arange(64.0) for name in "abc"}, file)
+    header = read_header(file)
+    last = max("abc", key=lambda name: header[name].offset)
+    file.write_bytes(file.read_bytes()[:-4])
+    first, third = sorted({*"abc"} - {last})
+    order = [Wanted(header[name], None, {0: (0, 64)}) for name in (first, last, third)]
+    staging = Staging(room)
+    with staging.read_ahead(order, pinned=False):
+        staging.read(order[0], torch.float32, {0: CPU})
+        with pytest.raises(CheckpointError, match=f"ends inside {last}: it changed"):
+            staging.read(order[1], torch.float32, {0: CPU})
 
 
 def test_a_file_that_is_gone_is_an_error_in_its_turn(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from engine.errors import DeviceError
 from engine.runtime import stream_ops
-from engine.runtime.stream_ops import independent, independent_streams
+from engine.runtime.stream_ops import GEQ, MemoryOp, independent, independent_streams, stream_batch
 from tests.unit import stream_simulator
 from tests.unit.stream_simulator import SharedQueues
 
@@ -62,3 +65,33 @@ def test_independent_streams(monkeypatch, queues, found):
     assert len(set(streams)) == 3
     for one in streams:
         assert independent([s for s in streams if s is not one], one)
+
+
+def test_a_batch_is_what_the_driver_is_given(monkeypatch):
+    """In its order; negative words as the unsigned ones that they are."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    given = []
+
+    def batch(stream, count, parameters, flags):
+        given.append((stream, count, flags))
+        for each in parameters:
+            waits = each.operation == kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+            part = each.waitValue if waits else each.writeValue
+            assert part.operation == each.operation
+            given.append((each.operation.name, int(part.address), int(part.value), part.flags))
+        return (codes.pop(0),)
+
+    kinds, errors = driver.CUstreamBatchMemOpType, driver.CUresult
+    codes = [errors.CUDA_SUCCESS, errors.CUDA_ERROR_INVALID_VALUE]
+    fake = SimpleNamespace(
+        CUstreamBatchMemOpType=kinds, CUstreamBatchMemOpParams=driver.CUstreamBatchMemOpParams,
+        cuStreamBatchMemOp=batch,
+    )  # fmt: skip
+    monkeypatch.setattr(stream_ops, "driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    stream = SimpleNamespace(device="cuda:0", cuda_stream=7)
+    stream_batch(stream, MemoryOp("write", 4096, -(2**31)), MemoryOp("wait", 8192))
+    write, wait = "CU_STREAM_MEM_OP_WRITE_VALUE_32", "CU_STREAM_MEM_OP_WAIT_VALUE_32"
+    assert given == [(7, 2, 0), (write, 4096, 2**31, 0), (wait, 8192, 0, GEQ)]
+    with pytest.raises(DeviceError, match="cuStreamBatchMemOp failed: CUDA_ERROR_INVALID_VALUE"):
+        stream_batch(stream, MemoryOp("wait", 8192))
