@@ -47,6 +47,8 @@ class Report:
     )  # HMMA / HGMMA / IMMA / QGMMA -> count
     barriers: int = 0
     instructions: int = 0
+    loads_ahead: int = 0  # of global memory, before griddepcontrol.wait
+    signals_behind: bool = False  # griddepcontrol.launch_dependents comes only behind it
     ptx: str = ""
     sass: str = ""
 
@@ -152,6 +154,8 @@ def compile_sm90(
         found = re.search(pattern, log)
         return int(found.group(1)) if found else 0
 
+    signal = "griddepcontrol.launch_dependents"
+    ahead, _, behind = ptx.partition("griddepcontrol.wait")
     tensor_core = Counter(re.findall(r"\b(HMMA|HGMMA|IMMA|IGMMA|QGMMA)\b", sass))
     return Report(
         registers=number(r"Used (\d+) registers"),
@@ -167,6 +171,8 @@ def compile_sm90(
         tensor_core=dict(tensor_core),
         barriers=len(re.findall(r"\bBAR\.SYNC", sass)),
         instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)),
+        loads_ahead=len(re.findall(r"\bld\.global", ahead)),
+        signals_behind=signal in behind and signal not in ahead,
         ptx=ptx if keep_text else "",
         sass=sass if keep_text else "",
     )

@@ -40,15 +40,17 @@ def meta_epilogue(kind: str, rows: int, n: int) -> Epilogue:
 
 def compile_gemv(
     config: GemvConfig, n: int, k: int, weight: str, rows: int, epilogue: str, *, norm: bool, bias: bool,
-    keep_text: bool = False, world: int = 0,
+    keep_text: bool = False, world: int = 0, prefetch: bool = True,
 ) -> Report:  # fmt: skip
-    """Compile one variant as `gemv` would launch it, with PDL; world: it polls that many ranks' messages."""
+    """Compile one variant as `gemv` would launch it, with PDL, in a captured graph unless not `prefetch`; world: it polls
+    that many ranks' messages."""
     buffer, status = torch.empty(0, dtype=torch.uint8), torch.empty(8, dtype=torch.int32)
     poll = Poll(buffer, 2**32, 2**33, meta(rows, k), status, 0, world, 5) if world else None
     kernel, _, arguments = plan_gemv(
         meta(rows, k), meta(n, k, dtype=DTYPES[weight]), meta_epilogue(epilogue, rows, n),
         scale=meta(n, dtype=torch.float32) if weight == "fp8" else None, bias=meta(n) if bias else None,
-        norm_weight=meta(k) if norm else None, poll=poll, config=config, pdl=True,
+        norm_weight=meta(k) if norm else None, poll=poll, config=config,
+        prefetch=prefetch, pdl=True,
     )  # fmt: skip
     return compile_launch(kernel, arguments, keep_text=keep_text)
 
@@ -87,6 +89,11 @@ def main() -> None:
                     reports[name] = compile_gemv(
                         config, n, k, weight, rows, epilogue, norm=norm, bias=bias
                     )
+    n, k, epilogue, norm, bias = SHAPES[0]
+    for config in (simple_config(n, k, "fp8"), heuristic(n, k, "fp8")):
+        reports[f"{config.kernel} eager {epilogue} rows=1"] = compile_gemv(
+            config, n, k, "fp8", 1, epilogue, norm=norm, bias=bias, prefetch=False
+        )
     for n, k, weight, epilogue, bias, values, calls in POLLED:
         config = GemvConfig(*values)
         for rows, world in calls:

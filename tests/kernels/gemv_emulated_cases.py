@@ -93,7 +93,7 @@ def silu(rows, n, k, weight, config) -> float:
     return o.error(e.out, gemv_ref(o.x, o.w, e, **o.extras))
 
 
-def rope(rows, k, weight, config) -> float:
+def rope(rows, k, weight, config, prefetch) -> float:
     heads, kv_heads, dim, slots, length = 3, 2, 16, 9, 12
     o = Operands(rows, (heads + 2 * kv_heads) * dim, k, weight, norm=True, bias=True)
     angle = torch.rand(length, dim // 2) * 6.28
@@ -106,7 +106,8 @@ def rope(rows, k, weight, config) -> float:
     q = poison(rows, heads * dim, dtype=o.dtype)
     common = (cos_sin, positions, row_slots, heads, kv_heads, dim)
     expected = gemv_ref(o.x, o.w, RopeAppend(q, cache[0], cache[1], *common), **o.extras)
-    emulate(o.x, o.w, RopeAppend(q, cache[2], cache[3], *common), config, **o.extras)
+    written = RopeAppend(q, cache[2], cache[3], *common)
+    emulate(o.x, o.w, written, config, prefetch=prefetch, **o.extras)
     live = row_slots >= 0
     return max(
         o.error(q[live], expected[live]),
@@ -204,8 +205,8 @@ CASES = {
     "residual bf16": lambda: residual(4, 48, 512, BF16, ring(16, 512, 3, 4, 4, 2)),
     "silu fp8": lambda: silu(1, 44, 1024, FP8, ring(16, 1024, 3, 8, 8, 4)),
     "silu bf16 7 rows": lambda: silu(7, 36, 520, BF16, ring(32, 256, 3, 8, 4, 2)),
-    "rope fp8": lambda: rope(1, 512, FP8, ring(16, 512, 3, 4, 4, 7)),
-    "rope fp8 6 rows": lambda: rope(6, 512, FP8, ring(32, 512, 3, 4, 2, 3)),
+    "rope fp8": lambda: rope(1, 512, FP8, ring(16, 512, 3, 4, 4, 7), prefetch=False),
+    "rope fp8 6 rows": lambda: rope(6, 512, FP8, ring(32, 512, 3, 4, 2, 3), prefetch=True),
     "push fp8": lambda: push(1, 34, 512, FP8, ring(16, 512, 4, 4, 4, 2)),
     "push bf16 3 rows": lambda: push(3, 34, 512, BF16, ring(16, 512, 4, 4, 4, 2), rank=2, world=3),
     "x from L2": lambda: store(8, 16, 12304, FP8, ring(16, 1024, 6, 8, 8, 1), norm=True),

@@ -22,6 +22,14 @@ def test_no_spills_and_one_wait(reports):
         assert report["waits"] == 1, f"{name}: {report['waits']} griddepcontrol.wait"
 
 
+def test_only_a_push_lets_its_poll_start_behind_its_own_wait(reports):
+    """The poll spins ahead of its wait: it may overlap the push, and nothing before it (all_reduce.py)."""
+    for name, report in reports.items():
+        assert report["signals_behind"] == name.startswith("lamport/push"), name
+        if name.startswith("lamport/poll"):  # a line of the first-level cache may be an older one
+            assert report["loads_ahead"] == 0, name
+
+
 def test_registers(reports):
     """Two programs of 256 threads a multiprocessor fit below 128 registers a thread."""
     for name, report in reports.items():

@@ -42,3 +42,16 @@ def test_weights_move_16_bytes_a_thread(reports):
             if "polls" in name:  # 16 bytes of a message or the residual at a time; the status word
                 assert r["ptx"] == "ld.relaxed.sys.global.u32 ld.relaxed.sys.global.v4.u32", name
             assert sum(r["tensor_core"].values()) > 0, name
+
+
+def test_only_a_push_lets_its_poll_start_behind_its_own_wait(reports):
+    """See all_reduce.py; every other GEMV lets the next one load its weights at once."""
+    for name, r in reports.items():
+        assert r["signals_behind"] == (" push " in name), name
+
+
+@pytest.mark.parametrize("kernel", ["simple", "ring"])
+def test_only_a_captured_rope_reads_its_rows_ahead_of_the_wait(reports, kernel):
+    """Of eager runs, the step before may still be writing positions."""
+    captured = reports[f"{kernel} fp8 1280x8192 rope rows=1"]
+    assert captured["loads_ahead"] > reports[f"{kernel} eager rope rows=1"]["loads_ahead"]

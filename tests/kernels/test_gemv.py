@@ -32,8 +32,8 @@ class Case:
     def extras(self):
         return dict(scale=self.scale, bias=self.bias, norm_weight=self.norm, eps=1e-5)
 
-    def run(self, epilogue, config=None):
-        gemv(self.x, self.w, epilogue, config=config, **self.extras())
+    def run(self, epilogue, config=None, **options):
+        gemv(self.x, self.w, epilogue, config=config, **self.extras(), **options)
 
     def expect(self, epilogue):
         return gemv_ref(self.x, self.w, epilogue, **self.extras())
@@ -132,10 +132,11 @@ def rope_case(case, slots, length, heads, kv_heads, dim):
     )
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize(
     "rows, heads, kv_heads, dim", [(1, 2, 1, 16), (4, 3, 2, 16), (8, 2, 2, 32)]
 )
-def test_rope_append(rows, heads, kv_heads, dim, device):
+def test_rope_append(rows, heads, kv_heads, dim, prefetch, device):
     n = (heads + 2 * kv_heads) * dim
     case = Case(rows, n, 144, torch.bfloat16, FP8, device, norm=True, bias=True)
     epilogue = rope_case(case, slots=9, length=12, heads=heads, kv_heads=kv_heads, dim=dim)
@@ -144,7 +145,7 @@ def test_rope_append(rows, heads, kv_heads, dim, device):
     reference = RopeAppend(**{**vars(epilogue), "k_cache": epilogue.k_cache.clone()})
     reference = RopeAppend(**{**vars(reference), "v_cache": epilogue.v_cache.clone()})
     expected = case.expect(reference)
-    case.run(epilogue)
+    case.run(epilogue, prefetch=prefetch)
     real = epilogue.row_slots >= 0
     assert_close(epilogue.q_out[real], expected[real], case)
     assert torch.isfinite(epilogue.q_out).all()  # padding rows: any finite value
