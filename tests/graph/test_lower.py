@@ -217,3 +217,12 @@ def follow(ours, oracle, logits, rows):
             assert int(rank.state.tokens[slot]) == newest[row]
         for state in oracle.states:
             state.tokens[slot] = newest[row]
+
+
+@pytest.mark.parametrize("pdl, captured", [(False, True), (True, False), (True, True)])
+def test_only_replays_read_positions_ahead_of_their_wait(folders, pdl, captured):
+    """Eager steps overlap: the one before may still be writing them."""
+    lowered, key = Lowered(folders["qwen2"], 1), ("decode", 2, "last")
+    line = lower(lowered.graphs[key], lowered.plans[key], lowered.ranks[0], pdl, captured)
+    ahead = {launch.kernel: launch.run.keywords.get("prefetch") for launch in line}
+    assert ahead["gemv+RopeAppend"] is ahead["decode_attention"] is (pdl and captured)
