@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ class Report:
     )  # HMMA / HGMMA / IMMA / QGMMA -> count
     barriers: int = 0
     instructions: int = 0
+    # In the order of SASS: "signal" (dependents may start), "wait" (for the kernel before), "load" (of global memory;
+    # several in a row are one).
+    dependencies: str = ""
     ptx: str = ""
     sass: str = ""
 
@@ -59,6 +63,12 @@ def _widths(sass: str, opcode: str) -> dict[str, int]:
         width = next((p for p in parts if p in ("U8", "S8", "U16", "S16", "64", "128")), "32")
         counts[width.lstrip("US")] += 1
     return dict(counts)
+
+
+def _dependencies(sass: str) -> str:
+    words = {"PREEXIT": "signal", "ACQBULK": "wait", "LDG": "load", "LD": "load", "LDGSTS": "load"}
+    found = (words[name] for name in re.findall(r"\b(PREEXIT|ACQBULK|LDGSTS|LDG|LD)\b", sass))
+    return " ".join(word for word, _ in groupby(found))
 
 
 def _tool(name: str) -> str:
@@ -167,6 +177,7 @@ def compile_sm90(
         tensor_core=dict(tensor_core),
         barriers=len(re.findall(r"\bBAR\.SYNC", sass)),
         instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)),
+        dependencies=_dependencies(sass),
         ptx=ptx if keep_text else "",
         sass=sass if keep_text else "",
     )

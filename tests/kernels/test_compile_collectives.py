@@ -22,6 +22,15 @@ def test_no_spills_and_one_wait(reports):
         assert report["waits"] == 1, f"{name}: {report['waits']} griddepcontrol.wait"
 
 
+def test_only_a_poll_runs_ahead_of_its_wait(reports):
+    """And only behind a push, which lets it start behind its own wait."""
+    for name, report in reports.items():
+        words = report["dependencies"].split()
+        order = [word for word in words if word != "load"]
+        assert order == (["wait", "signal"] if "lamport/push" in name else ["signal", "wait"]), name
+        assert ("lamport/poll" in name) == (words[-1] == "wait"), f"{name}: {words}"
+
+
 def test_registers(reports):
     """Two programs of 256 threads a multiprocessor fit below 128 registers a thread."""
     for name, report in reports.items():

@@ -31,6 +31,16 @@ def test_registers_let_two_programs_share_a_multiprocessor(reports):
         assert r["registers"] <= limit, name
 
 
+def test_dependents_start_at_once_but_behind_a_push(reports):
+    """A poll launch overlaps the push in front of it and nothing before that (all_reduce.py)."""
+    assert any(" push " in name for name in reports)
+    for name, r in reports.items():
+        words = r["dependencies"].split()
+        order = [word for word in words if word != "load"]
+        assert order == (["wait", "signal"] if " push " in name else ["signal", "wait"]), name
+        assert words.index("load") < words.index("wait"), f"{name}: weights come before the wait"
+
+
 def test_weights_move_16_bytes_a_thread(reports):
     """Weights are the only loads that must be wide: LDG.128 (simple) or LDGSTS.128 (ring), none narrower."""
     for name, r in reports.items():
