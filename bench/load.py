@@ -30,13 +30,13 @@ from bench.rows import Rows
 from engine.checkpoint.index import INDEX, open_checkpoint
 from engine.checkpoint.load import LoadProgress, load_ranks
 from engine.checkpoint.memory import weight_bytes
+from engine.checkpoint.quantize import LINEAR, QUANTIZATION_CONFIG
 from engine.checkpoint.source import CheckpointSource
 from engine.config import ModelConfig, preset, with_layers
 from engine.console import Parser, run
 from engine.errors import EngineError
 from engine.graph.build import build
 from engine.graph.passes import run_passes
-from engine.quantize import LINEAR, QUANTIZATION_CONFIG
 from engine.weights import WeightSpec
 
 BLOCK = 8 << 20  # bytes of one read of the plain reader
