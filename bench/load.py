@@ -151,8 +151,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         raise EngineError(f"--layers {options.layers} is not 1 to {config.num_layers}")
     if options.threads < 1:
         raise EngineError(f"--threads {options.threads} is not 1 or more")
-    if not options.shard_gb > 0:
-        raise EngineError(f"--shard-gb {options.shard_gb} is not above 0")
+    if not 0 < options.shard_gb < float("inf"):
+        raise EngineError(f"--shard-gb {options.shard_gb} is not a number above 0")
     if options.dir.exists() and not options.dir.is_dir():
         raise EngineError(f"--dir {options.dir} is not a folder")
     return options

@@ -32,8 +32,8 @@ def _main(argv: list[str] | None) -> int:
         "--shard-gb", type=float, default=5.0, help="largest file, in GB (default 5)"
     )
     args = parser.parse_args(argv)
-    if not args.shard_gb > 0:
-        raise EngineError(f"--shard-gb {args.shard_gb} is not above 0")
+    if not 0 < args.shard_gb < float("inf"):
+        raise EngineError(f"--shard-gb {args.shard_gb} is not a number above 0")
     # torch comes with them, in a second or two: not before --help, and inside `run`, which handles Ctrl-C.
     from engine.checkpoint.quantize import quantize_checkpoint, report
     from engine.demo import resolve_model

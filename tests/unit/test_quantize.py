@@ -190,7 +190,8 @@ def test_command_line(source, tmp_path, capsys):
     assert "14 tensors; worst" in output and f"written: {tmp_path / 'out'}" in output
     for arguments, message in (
         ([str(tmp_path / "none"), str(tmp_path / "x")], "no such directory"),
-        ([str(source), str(tmp_path / "x"), "--shard-gb", "0"], "--shard-gb 0.0 is not above 0"),
+        ([str(source), str(tmp_path / "x"), "--shard-gb", "0"], "--shard-gb 0.0 is not a number"),
+        ([str(source), str(tmp_path / "x"), "--shard-gb", "inf"], "--shard-gb inf is not a number"),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
