@@ -48,8 +48,9 @@ class TensorInfo:
 
 
 def identity(stat: os.stat_result) -> tuple[int, ...]:
-    """Tells a file from one that took its place, and from itself after a write."""
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    """Tells a file from one that took its place, and from itself after a write. (Not its inode's number: some network
+    file systems have another at each look.)"""
+    return stat.st_size, stat.st_mtime_ns
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

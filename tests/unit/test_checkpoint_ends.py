@@ -60,11 +60,13 @@ def test_a_file_of_the_same_size_after_its_header_was_read(directory, tmp_path, 
     file.rename(blob)
     file.symlink_to(blob)
     specs, source = specs_of(copy), CheckpointSource(copy)
-    if what == "replaced":  # by one that only its inode tells apart
-        shutil.copy2(blob, tmp_path / "other")
-        os.replace(tmp_path / "other", blob)
+    before = blob.stat().st_mtime_ns
+    if what == "replaced":
+        other = tmp_path / "other"
+        shutil.copy(blob, other)
+        os.utime(other, ns=(before + 1, before + 1))
+        os.replace(other, blob)
     elif what == "written":
-        before = blob.stat().st_mtime_ns
         while blob.stat().st_mtime_ns == before:  # the clock of file systems ticks slowly
             with blob.open("r+b") as f:
                 f.seek(-4, os.SEEK_END)
