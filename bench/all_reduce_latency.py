@@ -67,14 +67,19 @@ def floor_us(group: Group, calls: int, pdl: bool) -> float:
     return statistics.median(timed(group, group.capture(body), calls))
 
 
+def copy_us(devices: list[torch.device], nbytes: int) -> float:
+    """us of a copy of `nbytes` by the copy engines of two devices, both ways at once."""
+    from bench.peer_store_ends import COPY_ENGINE, Ends, Variant
+
+    return Ends(devices[:2], nbytes).transfer_us(Variant(COPY_ENGINE), nbytes, 1, 2)
+
+
 def link_rate(devices: list[torch.device]) -> tuple[float, str]:
     """(bytes/s each way while both ends send, where that is from): copy engines where there are two devices."""
     if len(devices) < 2:
         return LINK_BYTES_PER_S, "as the driver says"
-    from bench.peer_store_ends import COPY_ENGINE, Ends, Variant
-
-    us = Ends(devices[:2], COPY_BYTES).transfer_us(Variant(COPY_ENGINE), COPY_BYTES, 1, 2)
-    return COPY_BYTES / us * 1e6, f"the copy engines' at {COPY_BYTES >> 20} MB, both ways at once"
+    rate = COPY_BYTES / copy_us(devices, COPY_BYTES) * 1e6
+    return rate, f"the copy engines' at {COPY_BYTES >> 20} MB, both ways at once"
 
 
 def share(form: Form, world: int, nbytes: int, us: float, rate: float) -> float:
@@ -138,6 +143,12 @@ def latency_table(bench: Bench, world: int, names: list[str], sizes: list[int] =
     )
     for line in table(times, world, sizes, rate):
         bench.say(line)
+    if world == 2 and len(bench.devices) > 1:  # two ranks send a message's bytes each
+        for nbytes in SHARE_BYTES:
+            us = copy_us(bench.devices, nbytes)
+            name = "copy engines, both ways at once"
+            bench.rows.add("all_reduce_copy_us", us, "us", tp=2, bytes=nbytes, algorithm=name)
+            bench.say(f"{name}, {nbytes >> 20} MB: {us:.2f} us")
 
 
 def table(

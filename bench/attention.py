@@ -219,7 +219,7 @@ class Run:
         self.save("prefill_attention", entries)
 
     def prefill_point(self, pool: Pool, shape: Shape, t: int) -> dict | None:
-        """Time all configs at start 0, the best also behind a prefix of 8192 - t, and torch's kernels."""
+        """Time all configs at start 0, the best also at the end of its slot, and torch's kernels."""
         point = PrefillPoint(pool, shape, t)
         timed = {}
         for config in attention_space.prefill_candidates(shape.head_dim, shape.kv_dtype):
@@ -231,7 +231,7 @@ class Run:
             return None
         best = min(timed, key=timed.__getitem__)
         us = timed[best]
-        start = 8192 - t
+        start = point.prefix
         prefixed = attempt("prefix", lambda: point.time(best, start)) if start else None
         backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
         library = {

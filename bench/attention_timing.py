@@ -155,11 +155,13 @@ class DecodePoint:
 
 
 class PrefillPoint:
-    """One (shape, T): a full chunk, in a slot of at least 8192 positions."""
+    """One (shape, T): a full chunk, in a slot of at least 8192 positions; `prefix`: how many are left in front of it."""
 
     def __init__(self, pool: Pool, shape: Shape, tokens: int):
         self.shape, self.tokens = shape, tokens
-        self.layers = pool.layers(1, shape, max(8192, tokens))[:4]
+        length = max(8192, tokens)
+        self.prefix = length - tokens
+        self.layers = pool.layers(1, shape, length)[:4]
         self.q = torch.randn(tokens, shape.num_heads * shape.head_dim, device=DEVICE).bfloat16()
         self.out = torch.empty_like(self.q)
 

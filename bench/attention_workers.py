@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.workers import task_file
 from engine.kernels import decode_attention as decode
 from engine.kernels import prefill_attention as prefill
 from engine.kernels.kv_fp8 import KVScales
@@ -296,4 +297,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(task_file("bench.attention"))

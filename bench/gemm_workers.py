@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass
 
 import torch
 
-from bench.workers import run_workers, serve
+from bench.workers import run_workers, serve, task_file
 from engine.kernels import gemm as op
 from engine.kernels.epilogue import GemmEpilogue, Residual, SiluMul, Store
 from engine.kernels.silu import silu_mul_ref
@@ -105,4 +104,4 @@ def _check_task(task: dict) -> float:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], _check_task)
+    serve(task_file("bench.gemm"), _check_task)

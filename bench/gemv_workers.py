@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from bench.deployment import linear_shapes
-from bench.workers import run_workers, serve
+from bench.workers import run_workers, serve, task_file
 from engine.config import preset
 from engine.kernels.epilogue import GemvEpilogue, Push, Residual, RopeAppend, SiluMul, Store
 from engine.kernels.gemv import GemvConfig, Linear, gemv, gemv_ref
@@ -211,4 +210,4 @@ def _checker() -> Callable[[dict], float]:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], _checker())
+    serve(task_file("bench.gemv"), _checker())

@@ -30,13 +30,13 @@ from bench.rows import Rows
 from engine.checkpoint.index import INDEX, open_checkpoint
 from engine.checkpoint.load import LoadProgress, load_ranks
 from engine.checkpoint.memory import weight_bytes
+from engine.checkpoint.quantize import LINEAR, QUANTIZATION_CONFIG
 from engine.checkpoint.source import CheckpointSource
 from engine.config import ModelConfig, preset, with_layers
 from engine.console import Parser, run
 from engine.errors import EngineError
 from engine.graph.build import build
 from engine.graph.passes import run_passes
-from engine.quantize import LINEAR, QUANTIZATION_CONFIG
 from engine.weights import WeightSpec
 
 BLOCK = 8 << 20  # bytes of one read of the plain reader
@@ -151,8 +151,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         raise EngineError(f"--layers {options.layers} is not 1 to {config.num_layers}")
     if options.threads < 1:
         raise EngineError(f"--threads {options.threads} is not 1 or more")
-    if not options.shard_gb > 0:
-        raise EngineError(f"--shard-gb {options.shard_gb} is not above 0")
+    if not 0 < options.shard_gb < float("inf"):
+        raise EngineError(f"--shard-gb {options.shard_gb} is not a number above 0")
     if options.dir.exists() and not options.dir.is_dir():
         raise EngineError(f"--dir {options.dir} is not a folder")
     return options

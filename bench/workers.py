@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from engine.console import say
 
 
 class _Job:
@@ -119,3 +121,21 @@ def serve(path: str, check: Callable[[dict[str, Any]], float]) -> None:
         print(json.dumps({"error": error}), flush=True)
         if isinstance(error, str) and "CUDA" in error:
             return  # the context is lost: a fresh process goes on behind this task
+
+
+def task_file(script: str) -> str:
+    """The file that `script` gave its worker, this process; see `by_hand` for one without."""
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
+        by_hand(script)
+    return sys.argv[1]
+
+
+def by_hand(*scripts: str) -> NoReturn:
+    """Tell the person who ran a module of worker processes what to run."""
+    names = " or ".join(f"python -m {script}" for script in scripts)
+    say(f"error: this is only the worker process of a script: run {names}")
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    by_hand("bench.gemm", "bench.gemv")

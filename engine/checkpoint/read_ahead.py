@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from engine.checkpoint import aio
-from engine.checkpoint.safetensors_header import TensorInfo
+from engine.checkpoint.safetensors_header import TensorInfo, identity
 from engine.errors import CheckpointError
 
 # A chunk is read in pieces, many of them at once, and placed as a whole: that is what the one thread's time goes to.
@@ -118,7 +118,7 @@ class Buffer:
         pieces = sum(-(-chunk.nbytes // PIECE_BYTES) for _, chunk in chunks)
         try:
             while len(self._files) < min(pieces, aio.THREADS):
-                self._files.append(_open(info.file))
+                self._files.append(_open(info))
             files = cycle(self._files)
             for at, chunk in chunks:
                 n = -(-chunk.nbytes // PIECE_BYTES)
@@ -198,13 +198,18 @@ class Buffer:
             self.close()
 
 
-def _open(file: Path) -> int:
-    """A file whose header was read."""
+def _open(info: TensorInfo) -> int:
+    """The tensor's file, if it is the one whose header was read: another of the same size would be read without an error."""
+    file = info.file
     try:
-        return os.open(file, os.O_RDONLY)
+        descriptor = os.open(file, os.O_RDONLY)
     except OSError as e:
         why = "raise `ulimit -n`" if e.errno == errno.EMFILE else "it changed while loading"
         raise CheckpointError(f"{file}: {e.strerror}: {why}") from None
+    if identity(os.fstat(descriptor)) != info.identity:
+        os.close(descriptor)
+        raise CheckpointError(f"{file} changed while loading: start again")
+    return descriptor
 
 
 def _not_read(info: TensorInfo, error: OSError) -> CheckpointError:

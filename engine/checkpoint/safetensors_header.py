@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    identity: tuple[int, ...]  # of the file whose header said so, see `identity`
 
     @property
     def row_bytes(self) -> int:
@@ -45,12 +47,19 @@ class TensorInfo:
         return self.nbytes // self.shape[0]
 
 
+def identity(stat: os.stat_result) -> tuple[int, ...]:
+    """Tells a file from one that took its place, and from itself after a write. (Not its inode's number: some network
+    file systems have another at each look.)"""
+    return stat.st_size, stat.st_mtime_ns
+
+
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Tensors of one file by name. Raises BadFile: absent, Git LFS pointer, truncated or
     damaged."""
     try:
-        size = file.stat().st_size
         with file.open("rb") as f:
+            stat = os.fstat(f.fileno())
+            size = stat.st_size
             start = f.read(8)
             if start == b"version ":
                 raise BadFile("is a Git LFS pointer, not the weights: run `git lfs pull`")
@@ -65,7 +74,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        tensors = {k: _tensor(k, v, file, data_start=8 + length) for k, v in header.items()}
+        told = file, 8 + length, identity(stat)
+        tensors = {k: _tensor(k, v, *told) for k, v in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         if isinstance(e, BadFile):
             raise
@@ -74,7 +84,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _tensor(name: str, entry: dict, file: Path, data_start: int) -> TensorInfo:
+def _tensor(
+    name: str, entry: dict, file: Path, data_start: int, identity: tuple[int, ...]
+) -> TensorInfo:
     begin, end = entry["data_offsets"]
     shape = tuple(int(n) for n in entry["shape"])
     dtype = entry["dtype"]
@@ -82,7 +94,7 @@ def _tensor(name: str, entry: dict, file: Path, data_start: int) -> TensorInfo:
     # A dtype that is not in the table (sub-byte formats) is reported by the dtype check, not here.
     if item is not None and end - begin != math.prod(shape) * item:
         raise BadFile(f"is damaged: {name} {dtype}{list(shape)} has {end - begin} bytes of data")
-    return TensorInfo(name, file, dtype, shape, data_start + begin, end - begin)
+    return TensorInfo(name, file, dtype, shape, data_start + begin, end - begin, identity)
 
 
 def _check_layout(tensors: dict[str, TensorInfo], start: int, size: int) -> None:

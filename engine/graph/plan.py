@@ -3,7 +3,8 @@
 All launches of a rank are ordered (one stream; under programmatic dependent launch a kernel writes only
 after the one before it has completed), so a buffer is free for the next op once its last reader has
 been launched. One launch overlaps the one before: a `poll_residual` is not held up by the end of the push
-that it polls (all_reduce.py), so what that push reads is kept until behind the poll. Messages between ranks and (value, id) maxima live in workspaces of their own.
+that it polls (all_reduce.py), so what that push reads is kept until behind the poll. Messages between
+ranks and (value, id) maxima live in workspaces of their own.
 """
 
 from __future__ import annotations

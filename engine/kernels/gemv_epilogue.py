@@ -1,3 +1,5 @@
+# ruff: noqa: RUF005 - Triton has no starred tuples.
+# mypy: disable-error-code="assignment, var-annotated"
 """Device side of `epilogue.py`: from fp32 y in registers to memory. Shared by the plain and the ring GEMV.
 
 Each function takes y with index tensors of the same (or a broadcastable) shape and no layout of its own, so
@@ -6,8 +8,6 @@ The pairwise epilogues write two neighbouring 16-bit values as one 32-bit word: 
 gate/up pair, a RoPE pair, or one Lamport word (a poller compares whole words, so a half must never land alone).
 """
 
-# ruff: noqa: RUF005 - Triton has no starred tuples.
-# mypy: disable-error-code="assignment, var-annotated"
 from __future__ import annotations
 
 import triton

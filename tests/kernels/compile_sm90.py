@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class Report:
     barriers: int = 0
     instructions: int = 0
     loads_ahead: int = 0  # of global memory, before griddepcontrol.wait
-    signals_behind: bool = False  # griddepcontrol.launch_dependents comes only behind it
+    # In the order of SASS: "signal" (dependents may start), "wait" (for the kernel before), "load" (of global memory;
+    # several in a row are one).
+    dependencies: str = ""
     ptx: str = ""
     sass: str = ""
 
@@ -61,6 +64,12 @@ def _widths(sass: str, opcode: str) -> dict[str, int]:
         width = next((p for p in parts if p in ("U8", "S8", "U16", "S16", "64", "128")), "32")
         counts[width.lstrip("US")] += 1
     return dict(counts)
+
+
+def _dependencies(sass: str) -> str:
+    words = {"PREEXIT": "signal", "ACQBULK": "wait", "LDG": "load", "LD": "load", "LDGSTS": "load"}
+    found = (words[name] for name in re.findall(r"\b(PREEXIT|ACQBULK|LDGSTS|LDG|LD)\b", sass))
+    return " ".join(word for word, _ in groupby(found))
 
 
 def _tool(name: str) -> str:
@@ -154,8 +163,7 @@ def compile_sm90(
         found = re.search(pattern, log)
         return int(found.group(1)) if found else 0
 
-    signal = "griddepcontrol.launch_dependents"
-    ahead, _, behind = ptx.partition("griddepcontrol.wait")
+    ahead, _, _ = ptx.partition("griddepcontrol.wait")
     tensor_core = Counter(re.findall(r"\b(HMMA|HGMMA|IMMA|IGMMA|QGMMA)\b", sass))
     return Report(
         registers=number(r"Used (\d+) registers"),
@@ -172,7 +180,7 @@ def compile_sm90(
         barriers=len(re.findall(r"\bBAR\.SYNC", sass)),
         instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)),
         loads_ahead=len(re.findall(r"\bld\.global", ahead)),
-        signals_behind=signal in behind and signal not in ahead,
+        dependencies=_dependencies(sass),
         ptx=ptx if keep_text else "",
         sass=sass if keep_text else "",
     )

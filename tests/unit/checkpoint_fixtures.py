@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from engine.checkpoint.safetensors_header import TensorInfo, identity
 from engine.config import ModelConfig, from_dir
 from engine.weights import Part, WeightSpec
 
@@ -168,3 +171,9 @@ def fp8_config(kind: str, block: int = 32) -> dict:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ["lm_head"],
     }  # fmt: skip
+
+
+def shrunk(info: TensorInfo, nbytes: int) -> TensorInfo:
+    """Its file without the last bytes, as if they had gone after it was opened."""
+    os.truncate(info.file, info.file.stat().st_size - nbytes)
+    return replace(info, identity=identity(info.file.stat()))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine import autotune
-from engine.kernels.gemv_config import GemvConfig, Walk, heuristic, sum_order
-from engine.tune import choose
+from engine.kernels.gemv_config import WIDE_ROWS, GemvConfig, Walk, heuristic, sum_order
+from engine.tune import choose, search
 from engine.tune.chain import MAX_ERROR, ROUNDS, Deployment
 from engine.tune.keys import graph_keys
 
@@ -84,8 +84,12 @@ def test_numbers_are_checked(no_cache, capsys, args, message, mode):
     assert not out and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
+def test_what_help_says_without_torch_is_so():
+    assert autotune.WIDE_ROWS == WIDE_ROWS and tuple(search.TUNED) == autotune.PHASES
+
+
 def test_nothing_to_tune_is_not_all_tuned(no_cache, capsys, monkeypatch):
-    monkeypatch.setattr(autotune, "space", lambda *_: [])
+    monkeypatch.setattr(search, "space", lambda *_: [])
     assert autotune.main([*FP8_7B, "--check"]) == 2
     assert "the graph has nothing to tune" in capsys.readouterr().err
 
@@ -161,7 +165,7 @@ def test_missing_goes_on_where_a_run_ended(no_cache, monkeypatch):
             pass
 
     made, tried = [], []
-    monkeypatch.setattr(autotune, "Chain", Counting)
+    monkeypatch.setattr(search, "Chain", Counting)
     one_h200(monkeypatch)
     flags = ["--model", "qwen2.5-72b", "--quantization", "fp8", "--phase", "decode,prefill"]
     flags += ["--tokens", "512", "--missing"]
@@ -184,7 +188,7 @@ def test_the_library_is_no_candidate_where_rows_go_to_their_owners(shape):
     ):  # fmt: skip
         if (epilogue == "store") != (shape == "qkv"):
             continue
-        found = autotune.space("gemm", {**facts, "epilogue": epilogue}, 132, degree)
+        found = search.space("gemm", {**facts, "epilogue": epilogue}, 132, degree)
         assert ("cublas" in {config.kernel for config in found}) == library and len(found) > 3
 
 
@@ -219,7 +223,7 @@ def test_ctrl_c_keeps_what_is_done(no_cache, monkeypatch):
             self.closed = True
 
     made = []
-    monkeypatch.setattr(autotune, "Chain", Interrupted)
+    monkeypatch.setattr(search, "Chain", Interrupted)
     one_h200(monkeypatch)
     assert autotune.main(FP8_7B) == 130
     assert made[0].closed and made[0].tried == [37888]
@@ -305,8 +309,8 @@ def tuned(rows, best=lambda configs: None):
     """(the chain, the entry in the file) after tuning KEY at `rows`."""
     chain, found = OneKey(rows, best), {}
     choose.clear_overrides()
-    autotune.tune(chain, 60.0, found)
-    autotune.save(found, "NVIDIA H200")
+    search.tune(chain, 60.0, found)
+    search.save(found, "NVIDIA H200")
     choose.clear_overrides()
     return chain, choose.cached("gemv", KEY)
 
@@ -320,12 +324,12 @@ def test_a_winner_must_win_beside_what_is_in_use(no_cache):
     """The first timings of candidates are seconds apart, and the card drifts."""
     save_base(BASE)
     chain, found = OneKey(1, lambda configs: 3), {}
-    first = autotune.space("gemv", {**KEY, "rows": 1}, 132, 2)[3]
+    first = search.space("gemv", {**KEY, "rows": 1}, 132, 2)[3]
     chain.slower = {first: 1.1e-3, BASE: 1e-3}
     choose.clear_overrides()
-    autotune.tune(chain, 60.0, found)
+    search.tune(chain, 60.0, found)
     ((present, *rivals),) = chain.duels
-    assert present == BASE and rivals[0] == first and len(rivals) == autotune.FINALISTS
+    assert present == BASE and rivals[0] == first and len(rivals) == search.FINALISTS
     entry = found["gemv"][NAME]
     assert entry["config"] == BASE and entry["gain_us_per_call"] == 0 and entry["step_us"] == 1000.0
     assert entry["runner_up"] in map(str, rivals)

@@ -247,6 +247,36 @@ def test_a_wrong_shape_is_one_line_with_code_2(script, text, problem, capsys):
     assert not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "starts"), [(512, {0, 7680}), (8192, {0}), (8193, {0}), (20000, {0})]
+)
+def test_a_prefix_has_room_in_front_of_the_chunk(tokens, starts, monkeypatch, capsys):
+    lengths, seen = [], set()
+
+    class Point(attention.PrefillPoint):
+        def time(self, config, start):
+            seen.add(start)
+            return 1.0
+
+        def sdpa_us(self, backend):
+            return 1.0
+
+    def layers(slots, shape, length):
+        lengths.append(length)
+        return []
+
+    shape = attention.Shape("qwen2.5-7b", 1, 2, 1, 64)
+    monkeypatch.setattr("bench.attention_timing.DEVICE", "cpu")
+    monkeypatch.setattr(attention, "PrefillPoint", Point)
+    run = attention.Run.__new__(attention.Run)
+    run.args, run.sm_count, run.table = SimpleNamespace(kv_cache_dtype="auto"), 132, []
+    run.rows = SimpleNamespace(add=lambda *_, **__: None)
+    configs = attention.attention_space.prefill_candidates(64, shape.kv_dtype)
+    run.good = {attention.Variant(shape, config) for config in configs}
+    assert run.prefill_point(SimpleNamespace(layers=layers), shape, tokens)["us"] == 1.0
+    assert seen == starts and lengths[0] >= tokens + max(starts)
+
+
 def test_lists_are_parsed():
     assert numbers("1,8, 512") == [1, 8, 512]
     assert choices("fp8", "bf16")("bf16,fp8") == ["bf16", "fp8"]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
+
 from bench.workers import run_workers
 
 
@@ -28,3 +33,22 @@ def test_one_bad_task_costs_no_other(capsys) -> None:
 def test_what_is_not_done_in_time_is_not_good(capsys) -> None:
     assert run(["ok", "hang", "ok"], [range(3)], limit_s=8.0) == {0}
     assert "out of time: 2 variants not checked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+@pytest.mark.parametrize(
+    "module, scripts",
+    [
+        ("attention_workers", ["attention"]),
+        ("gemm_workers", ["gemm"]),
+        ("gemv_workers", ["gemv"]),
+        ("workers", ["gemm", "gemv"]),
+    ],
+)
+def test_a_worker_run_by_hand_names_its_script(module, scripts, arguments) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{module}", *arguments], capture_output=True, text=True
+    )
+    run_this = " or ".join(f"python -m bench.{script}" for script in scripts)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: this is only the worker process of a script: run {run_this}\n"

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.unit.fakes import write_model
+from tests.unit.fakes import imported_by, write_model
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -56,6 +57,35 @@ def test_signals_end_a_run_cleanly(directory, number, code):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["generate", "--prompt", "x"], ["quantize", "none", "out"], ["autotune", "--model", "qwen2.5-7b", "--dry-run"]],
+)  # fmt: skip
+def test_ctrl_c_while_torch_is_imported(tmp_path, command):
+    name, *arguments = command
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"engine.{name}", *arguments], cwd=tmp_path, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**ENV, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    maps = Path(f"/proc/{process.pid}/maps")
+    try:
+        while "libtorch" not in maps.read_text():
+            assert process.poll() is None, process.stderr.read().decode()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130, err
+        assert err == b"interrupted\n"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("name", ["generate", "quantize", "autotune"])
+def test_help_imports_no_torch(name):
+    code = f"from engine.{name} import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    assert imported_by(code, "torch") == []
 
 
 def test_a_closed_pipe_is_quiet(directory):

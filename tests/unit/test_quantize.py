@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import quantize
 from engine.checkpoint.index import INDEX, open_checkpoint
 from engine.checkpoint.load import load_rank
+from engine.checkpoint.quantize import LINEAR, quantize_checkpoint, quantize_rows_bf16_scale, report
 from engine.checkpoint.source import CheckpointSource
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
-from engine.quantize import LINEAR, main, quantize_checkpoint, quantize_rows_bf16_scale
+from engine.quantize import main
 from engine.resolve import resolve
 from engine.weights import Part
 from tests.unit.checkpoint_fixtures import edit_json, save_model, specs_of
@@ -126,9 +126,9 @@ def test_reported_errors_are_the_errors(pair):
         assert e.largest == pytest.approx((difference.abs().amax(1) / row).max().item(), rel=1e-4)
         # Uniform error in steps of 2^-3 relative: RMS is near 2^-3 / sqrt(12) / 1.4 = 2.6 %.
         assert 0.015 < e.rms < 0.035
-    report = quantize.report(errors)
-    assert len(report.splitlines()) == 1 + 2 + 1
-    assert "14 tensors; worst model.layers." in report
+    text = report(errors)
+    assert len(text.splitlines()) == 1 + 2 + 1
+    assert "14 tensors; worst model.layers." in text
 
 
 def test_scales_round_up_to_bf16():
@@ -190,7 +190,8 @@ def test_command_line(source, tmp_path, capsys):
     assert "14 tensors; worst" in output and f"written: {tmp_path / 'out'}" in output
     for arguments, message in (
         ([str(tmp_path / "none"), str(tmp_path / "x")], "no such directory"),
-        ([str(source), str(tmp_path / "x"), "--shard-gb", "0"], "--shard-gb 0.0 is not above 0"),
+        ([str(source), str(tmp_path / "x"), "--shard-gb", "0"], "--shard-gb 0.0 is not a number"),
+        ([str(source), str(tmp_path / "x"), "--shard-gb", "inf"], "--shard-gb inf is not a number"),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
@@ -201,7 +202,7 @@ def test_a_destination_that_cannot_be_made(source, capsys, monkeypatch):
     def nothing(*_):
         raise AssertionError("quantised first")
 
-    monkeypatch.setattr("engine.quantize._write_shards", nothing)
+    monkeypatch.setattr("engine.checkpoint.quantize._write_shards", nothing)
     assert main([str(source), "/proc/x"]) == 2
     assert capsys.readouterr().err.startswith("error: cannot write /proc/x: ")
 
