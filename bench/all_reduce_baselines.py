@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.workers import by_hand
+
 
 def timed(call: Callable[[], object], calls: int) -> float:
     """Median us of one call, `calls` of them in a graph."""
@@ -92,5 +94,7 @@ def main(rank: int, folder: str, world: int, sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) <= 3:
+        by_hand("bench.all_reduce --baselines")
     directory, count, *wanted = sys.argv[1:]
     mp.spawn(main, (directory, int(count), [int(w) for w in wanted]), nprocs=int(count))

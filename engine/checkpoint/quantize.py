@@ -18,6 +18,8 @@ from engine.checkpoint.load import FP8_DTYPE, FP8_MAX, LoadProgress
 from engine.checkpoint.source import CheckpointSource
 from engine.config import from_dir
 from engine.errors import CheckpointError, EngineError
+from engine.graph.build import build
+from engine.graph.passes import run_passes
 from engine.weights import Part
 
 LINEAR = re.compile(r"^model\.layers\.(\d+)\..*\b([qkvo]|gate|up|down)_proj\.weight$")
@@ -78,10 +80,13 @@ def quantize_checkpoint(
     Raises EngineError / CheckpointError, before any work, for a source that is damaged, quantised already or of an
     unknown architecture, a destination that exists or cannot be written; later for values that are
     not finite."""
-    from_dir(source)  # refuses architectures whose linear layers have other names
+    config = from_dir(source)  # refuses architectures whose linear layers have other names
     index = open_checkpoint(source)
     if index.scheme:
         raise CheckpointError(f"{source} is quantised already ({index.scheme.name})")
+    # What loading the result would refuse: a tensor that is missing, or of another shape than the config has.
+    specs = run_passes(build(config, phase="decode", rows=1, tp=1)).weights
+    index.check(list(index.adapt(specs).values()))
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise EngineError(f"{destination} exists and is not an empty directory")
     linear = [n for n in index.tensors if LINEAR.match(n)]

@@ -19,6 +19,7 @@ from engine.model.costs import Cost, add_up, op_costs
 from engine.model.gpus import Gpu
 
 PRIOR_WEIGHT = 0.001
+LONGEST = 1024  # tokens of a prompt whose row is fitted
 MEAN_OUTPUT = 128  # tokens into the answer at the mean of bench.latency's 256
 # On H200s, 2026-11: chains of the four 72B GEMVs x 80 layers under PDL. FP8: 3.13 ms for 8.78 GB and
 # 10.3 ms for 35.1 GB, both 320 launches; BF16: 16.64 ms for 70.2 GB; one exchange adds 1.15 us. Prefill: cuBLAS
@@ -53,11 +54,13 @@ PRIOR = {
 
 
 def usable(rows: Iterable[dict[str, Any]], metric: str, gpu: Gpu) -> list[dict[str, Any]]:
-    """Rows of bench.latency for this GPU with real barriers: one rank a GPU, a preset's shape."""
+    """Rows of bench.latency for this GPU with real barriers: one rank a GPU, a preset's shape. Not of long contexts or FP8
+    KV: the model knows attention's bytes, not its merges and conversions, which the other constants would be bent for."""
     return [
         r for r in rows
         if r["metric"] == metric and r["bench"] == "latency" and r["model"] in PRESETS
         and gpu.name.lower() in str(r["gpu"]).lower() and r["value"] > 0
+        and r["context"] <= LONGEST and r.get("kv_cache_dtype") != "fp8"
     ]  # fmt: skip
 
 

@@ -43,6 +43,8 @@ def test_what_is_not_done_in_time_is_not_good(capsys) -> None:
         ("gemm_workers", ["gemm"]),
         ("gemv_workers", ["gemv"]),
         ("workers", ["gemm", "gemv"]),
+        ("all_reduce_baselines", ["all_reduce --baselines"]),
+        ("put_signal_baselines", ["put_signal"]),
     ],
 )
 def test_a_worker_run_by_hand_names_its_script(module, scripts, arguments) -> None:

@@ -178,6 +178,20 @@ def test_nan_leaves_no_destination(source, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("damage", ["missing", "shape"])
+def test_what_loading_would_refuse_is_refused_before_the_work(source, tmp_path, damage):
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    if damage == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name][:-2].clone()
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        quantize_checkpoint(source, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
 def test_other_architectures_are_refused(source, tmp_path):
     edit_json(source / "config.json", architectures=["GPT2LMHeadModel"])
     with pytest.raises(EngineError, match="architecture 'GPT2LMHeadModel' is not supported"):
