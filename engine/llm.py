@@ -240,8 +240,8 @@ class LLM:
         """The tokenizer; RequestError if there is none."""
         if self.tokenizer is None:
             raise RequestError(
-                f"{what} needs a tokenizer, and {self.model_config.name} has none here: give token "
-                "ids (--input-len N makes random ones), or a directory with --tokenizer"
+                f"{what} needs a tokenizer, and {self.model_config.name} has none here: name a "
+                "directory that has one with --tokenizer, or give token ids (`generate --input-len N` makes random ones)"
             )
         return self.tokenizer
 

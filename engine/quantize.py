@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine.console import Parser, run
 from engine.errors import EngineError
+from engine.presets import PRESETS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,12 +35,16 @@ def _main(argv: list[str] | None) -> int:
     args = parser.parse_args(argv)
     if not 0 < args.shard_gb < float("inf"):
         raise EngineError(f"--shard-gb {args.shard_gb} is not a number above 0")
+    if args.source in PRESETS and not Path(args.source).is_dir():
+        raise EngineError(
+            f"SRC {args.source} is a preset, a shape without weights: give a model directory or a hub id"
+        )
     # torch comes with them, in a second or two: not before --help, and inside `run`, which handles Ctrl-C.
     from engine.checkpoint.quantize import quantize_checkpoint, report
     from engine.demo import resolve_model
 
     errors = quantize_checkpoint(
-        resolve_model(args.source), args.destination, int(args.shard_gb * 1e9)
+        resolve_model(args.source, "SRC"), args.destination, int(args.shard_gb * 1e9)
     )
     print(report(errors))
     print(f"written: {args.destination}")

@@ -335,7 +335,8 @@ def test_offline_hub_id_says_so():
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
     last = done.stderr.strip().splitlines()[-1]
-    assert "--model 'some-org/some-model': not in the local hub cache, and HF_HUB_OFFLINE" in last
+    assert "--model 'some-org/some-model': no such directory; as a hub id not in" in last
+    assert "HF_HUB_OFFLINE forbids" in last
 
 
 def test_bad_hub_id():

@@ -203,7 +203,11 @@ def test_command_line(source, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "14 tensors; worst" in output and f"written: {tmp_path / 'out'}" in output
     for arguments, message in (
-        ([str(tmp_path / "none"), str(tmp_path / "x")], "no such directory"),
+        (
+            [str(tmp_path / "none"), str(tmp_path / "x")],
+            f"SRC '{tmp_path}/none': no such directory",
+        ),
+        (["qwen2.5-7b", str(tmp_path / "x")], "SRC qwen2.5-7b is a preset"),
         ([str(source), str(tmp_path / "x"), "--shard-gb", "0"], "--shard-gb 0.0 is not a number"),
         ([str(source), str(tmp_path / "x"), "--shard-gb", "inf"], "--shard-gb inf is not a number"),
     ):

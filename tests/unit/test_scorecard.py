@@ -65,6 +65,8 @@ def test_dry_run_prints_the_plan_and_needs_no_gpu(capsys):
         (["--dry-run", "--gpus", "2", "--model", "gpt-9"], "gpt-9"),
         (["--dry-run", "--gpus", "-1"], "--gpus -1 is not 1 or more"),
         (["--dry-run", "--gpus", "x"], "--gpus"),
+        (["--dry-run", "--gpus", "2", "--time-limit", "nan"], "--time-limit nan is not"),
+        (["--dry-run", "--gpus", "2", "--time-limit", "-5"], "--time-limit -5.0 is not"),
         (["--gpus", "8"], "--dry-run --gpus N prints a plan for N"),
     ],
 )
