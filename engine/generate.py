@@ -242,6 +242,7 @@ def _check(llm: LLM, prompt: dict[str, Any], params: SamplingParams) -> None:
     ids = check_token_ids(prompt["prompt_token_ids"], vocab)
     limit = llm.config.max_model_len or llm.model_config.max_position_embeddings
     admit(len(ids), params, limit, llm.model_config.longest_context)
+    params.check_tokenizer(llm.tokenizer is not None)
     params.check_vocabulary(vocab)
     params.controls((), vocab)
 

@@ -75,10 +75,7 @@ class Request:
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
         self.max_tokens = admit(len(self.prompt_token_ids), params, max_model_len, longest)
-        if params.stop and tokenizer is None:
-            raise RequestError(
-                "stop needs a tokenizer, and this model has none; use stop_token_ids"
-            )
+        params.check_tokenizer(tokenizer is not None)
         params.check_vocabulary(vocab_size)
         self.controls = params.controls(self.prompt_token_ids, vocab_size)
         self.seed = seed

@@ -199,6 +199,13 @@ class SamplingParams:
                 f"stop_token_ids holds {worst}, which is outside the vocabulary of {vocab_size}"
             )
 
+    def check_tokenizer(self, there: bool) -> None:
+        """RequestError for stop strings where no tokenizer would find them."""
+        if self.stop and not there:
+            raise RequestError(
+                "stop needs a tokenizer, and this model has none; use stop_token_ids"
+            )
+
     def controls(self, prompt_token_ids: Sequence[int], vocab_size: int) -> Controls | None:
         """What goes beyond temperature and seed; None if nothing does. RequestError for a bias outside
         the vocabulary."""

@@ -41,6 +41,10 @@ from tests.unit.fakes import write_model
             ],
             "stop_token_ids holds 151936, which is outside the vocabulary of 151936",
         ),
+        (
+            ["qwen2.5-0.5b", "--dummy-weight", "--input-len", "4", "--stop", "x"],
+            "stop needs a tokenizer, and this model has none; use stop_token_ids",
+        ),
         (["--prompt", "x", "--max-tokens", "x"], "'x' is not a whole number such as 32768, 32k"),
         (
             ["qwen2.5-0.5b", "--dummy-weight", "--input-len", "40000"],
