@@ -63,10 +63,10 @@ def plan(graph: Graph, act_bytes: int) -> BufferPlan:
     itself: one sampling tail (graph/tail.py) finds the logits of every graph there.
     """
     last = {value: i for i, op in enumerate(graph.ops) for value in op.inputs}
-    made = {value: op for op in graph.ops for value in op.outputs}
+    producers = graph.producers()
     for i, op in enumerate(graph.ops):
         if op.kind == "poll_residual":
-            for value in made[op.input("message")].inputs:
+            for value in graph.ops[producers[op.input("message")]].inputs:
                 last[value] = max(last[value], i)
     live: list[tuple[int, int, int]] = []  # (start, stop, last use)
     offsets: dict[Value, int] = {}
