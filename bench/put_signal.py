@@ -86,23 +86,22 @@ class Pair:
     def put(self, end: int) -> None:
         self.channels[end].put(self.sources[end], engine=self.engine, pdl=self.pdl)
 
-    def take(self, end: int, first: bool) -> None:
+    def take(self, end: int) -> None:
         """At `end`: the next hand-off, which ends the one before it."""
-        channel = self.channels[1 - end]
-        (channel.wait if first else channel.next)(pdl=self.pdl)
+        self.channels[1 - end].next(pdl=self.pdl)
 
     def ping_pong(self, end: int, calls: int) -> None:
-        for call in range(calls):
+        for _ in range(calls):
             if end == 0:
                 self.put(0)
-            self.take(end, first=call == 0)
+            self.take(end)
             if end == 1:
                 self.put(1)
         self.channels[1 - end].consumed(pdl=self.pdl)
 
     def one_way(self, end: int, calls: int) -> None:
-        for call in range(calls):
-            self.put(0) if end == 0 else self.take(1, first=call == 0)
+        for _ in range(calls):
+            self.put(0) if end == 0 else self.take(1)
         if end == 1:
             self.channels[0].consumed(pdl=self.pdl)
 

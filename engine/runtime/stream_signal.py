@@ -56,7 +56,7 @@ class Channel:
 
         producer: put(x)        consumer: y = wait(); kernels that read y; consumed()
 
-    A consumer of several in turn says `y = next()` for `consumed` and `wait` together.
+    A consumer of several in turn says `y = next()` for each, which ends the one before, and `consumed()` at the end.
 
     The slot of a call is its number modulo `slots` on each end, counted on the host and hence a
     constant of a graph: both ends must make their calls in the same pattern. A graph starts at slot
@@ -160,7 +160,9 @@ class Channel:
         self._consumed += 1
 
     def next(self, *, pdl: bool = False) -> torch.Tensor:
-        """`consumed`, then `wait`: one operation where the stream does both."""
+        """`consumed` if a hand-off is open, then `wait`: one operation where the stream does both."""
+        if self._waits == self._consumed:
+            return self.wait(pdl=pdl)
         if {self.waits, self.returns} != {"stream"}:
             self.consumed(pdl=pdl)
             return self.wait(pdl=pdl)

@@ -42,8 +42,8 @@ def payload(call: int) -> torch.Tensor:
 def receive(ends: Ends, found: list[torch.Tensor], count: int = 1) -> None:
     """Wait, read the payload, consumed: as one consumer's kernels would; `count` hand-offs in turn."""
     channel = ends.on(ends.sink)
-    for call in range(count):
-        slot = channel.next() if call else channel.wait()
+    for _ in range(count):
+        slot = channel.next()
 
         def read(slot: torch.Tensor = slot) -> bool:
             found.append(slot.clone())
