@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 _SIGEV_NONE, _LIO_NOWAIT = 1, 1
-_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 # Of the process, from its first read on. Plain reads want as many as there are cores, but transfers and the caller want
 # theirs: beside transfers to two H200s 53 GB/s with 12 on 32 cores and 42 with 16; of a whole load onto one H200 with 16
@@ -60,7 +59,7 @@ class _Init(ctypes.Structure):
 def _loaded() -> tuple[ctypes.CDLL | None, int]:
     """glibc's functions, and the process whose they are."""
     library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "gnu_get_libc_version") or _POINTER_BYTES != 8:
+    if not hasattr(library, "gnu_get_libc_version") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None, os.getpid()
     if not hasattr(library, "aio_read"):  # before glibc 2.34
         library = ctypes.CDLL("librt.so.1", use_errno=True)

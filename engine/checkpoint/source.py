@@ -193,10 +193,10 @@ class CheckpointSource:
             scale_of(info, tensors) for name, info in tensors.items() if self.index.is_fp8(name)
         )
         scales = [_flat(scale) for scale in of_fp8 if scale is not None]
-        wanted, bad = [Wanted(scale, 0, {0: (0, scale.shape[0])}) for scale in scales], []
+        wanted, bad = [_rows(scale, 0, scale.shape[0]) for scale in scales], []
         with self._staging.read_ahead(wanted, pinned=False):
-            for scale in scales:
-                values = self._rows(scale, 0, scale.shape[0]).float()
+            for scale, each in zip(scales, wanted):
+                values = self._on_cpu(each).float()
                 if not (values.isfinite() & (values > 0)).all():
                     bad.append(scale.name)
         if bad:
@@ -266,7 +266,8 @@ class CheckpointSource:
         if same:
             rows = range(0, head.shape[0], max(1, head.shape[0] // 64))
             same = all(
-                torch.equal(self._rows(head, i, i + 1), self._rows(table, i, i + 1)) for i in rows
+                torch.equal(*(self._on_cpu(_rows(info, i, i + 1)) for info in (head, table)))
+                for i in rows
             )
         if not same:
             raise CheckpointError(
@@ -274,10 +275,15 @@ class CheckpointSource:
                 'model.embed_tokens.weight; set "tie_word_embeddings": false to use it'
             )
 
-    def _rows(self, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
-        """Some rows of a tensor on the CPU."""
-        wanted = Wanted(info, 0, {0: (start, stop)})
-        return self._staging.read(wanted, TORCH_DTYPES[info.dtype], {0: torch.device("cpu")})[0]
+    def _on_cpu(self, wanted: Wanted) -> torch.Tensor:
+        """What rank 0 wants."""
+        dtype = TORCH_DTYPES[wanted.info.dtype]
+        return self._staging.read(wanted, dtype, {0: torch.device("cpu")})[0]
+
+
+def _rows(info: TensorInfo, start: int, stop: int) -> Wanted:
+    """Some rows of a tensor, for rank 0."""
+    return Wanted(info, 0, {0: (start, stop)})
 
 
 def _flat(info: TensorInfo) -> TensorInfo:
