@@ -33,18 +33,11 @@ from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.quantize import LINEAR, QUANTIZATION_CONFIG
 from engine.checkpoint.source import CheckpointSource
 from engine.config import ModelConfig, preset, with_layers
-from engine.console import Parser, run
+from engine.console import Parser, check_above_zero, run
 from engine.errors import EngineError
-from engine.graph.build import build
-from engine.graph.passes import run_passes
-from engine.weights import WeightSpec
+from engine.graph import weight_specs
 
 BLOCK = 8 << 20  # bytes of one read of the plain reader
-
-
-def specs_of(config: ModelConfig, tp: int) -> dict[str, WeightSpec]:
-    """The weights that the compiled decode graph asks for."""
-    return run_passes(build(config, phase="decode", rows=1, tp=tp)).weights
 
 
 def write_checkpoint(config: ModelConfig, directory: Path, form: str, shard_bytes: int) -> None:
@@ -52,7 +45,7 @@ def write_checkpoint(config: ModelConfig, directory: Path, form: str, shard_byte
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    shapes = {p.name: p.shape for s in specs_of(config, 1).values() for p in s.parts}
+    shapes = {p.name: p.shape for s in weight_specs(config, 1).values() for p in s.parts}
     pool = torch.randint(0, 0x7E, (1 << 20,), dtype=torch.uint8)
     shard: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
@@ -151,8 +144,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         raise EngineError(f"--layers {options.layers} is not 1 to {config.num_layers}")
     if options.threads < 1:
         raise EngineError(f"--threads {options.threads} is not 1 or more")
-    if not 0 < options.shard_gb < float("inf"):
-        raise EngineError(f"--shard-gb {options.shard_gb} is not a number above 0")
+    check_above_zero("--shard-gb", options.shard_gb)
     if options.dir.exists() and not options.dir.is_dir():
         raise EngineError(f"--dir {options.dir} is not a folder")
     return options
@@ -162,7 +154,7 @@ def make_checkpoint(options: argparse.Namespace, config: ModelConfig) -> None:
     """Write it. EngineError if the disk has no room, or the folder holds what an interrupted run left."""
     if any(options.dir.glob("*.safetensors")):
         raise EngineError(f"{options.dir} holds shards but no {INDEX}: empty it, or choose another")
-    one = specs_of(config, 1).values()
+    one = weight_specs(config, 1).values()
     need = weight_bytes(one, 0, torch.bfloat16, "fp8" if options.format == "fp8" else None)
     try:
         options.dir.mkdir(parents=True, exist_ok=True)
@@ -201,7 +193,7 @@ def measure(options: argparse.Namespace) -> int:
         r: torch.device(f"cuda:{r % torch.cuda.device_count()}" if cuda else "cpu")
         for r in range(options.tp)
     }
-    specs = index.adapt(specs_of(config, options.tp))
+    specs = index.adapt(weight_specs(config, options.tp))
     index.check(list(specs.values()))
     if cuda:
         for device in set(devices.values()):  # contexts are not part of loading

@@ -30,7 +30,7 @@ from typing import Any
 from bench.rows import Rows
 from bench.scorecard_parts import CONTEXTS, PROMPTS, RUNS, SOAK_PROMPTS, SOAK_TOKENS, TOKENS
 from engine.config import ModelConfig, preset
-from engine.console import Parser, run
+from engine.console import Parser, check_above_zero, run
 from engine.errors import EngineError
 from engine.graph.ir import Phase
 from engine.model import gpu_named, predict
@@ -352,8 +352,7 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument("--model", default=MODEL, help=f"a preset (default {MODEL})")
     parser.add_argument("--again", action="store_true", help="measure what the file holds already")
     args = parser.parse_args(argv)
-    if not 0 < args.time_limit < float("inf"):
-        raise EngineError(f"--time-limit {args.time_limit} is not a number above 0")
+    check_above_zero("--time-limit", args.time_limit)
     begin = time.monotonic()
     here = 0
     if not args.dry_run or args.gpus is None:

@@ -79,6 +79,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def check_above_zero(flag: str, value: float) -> None:
+    """EngineError for a number that is none, infinite or not above 0."""
+    if not 0 < value < float("inf"):
+        raise EngineError(f"{flag} {value} is not a number above 0")
+
+
 def check_output(flag: str, name: str | None) -> None:
     """EngineError if the file cannot be written: said before minutes of work, not after. A new one is taken away."""
     if name is None:

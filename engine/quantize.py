@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from engine.console import Parser, run
+from engine.console import Parser, check_above_zero, run
 from engine.errors import EngineError
 from engine.presets import PRESETS
 
@@ -33,8 +33,7 @@ def _main(argv: list[str] | None) -> int:
         "--shard-gb", type=float, default=5.0, help="largest file, in GB (default 5)"
     )
     args = parser.parse_args(argv)
-    if not 0 < args.shard_gb < float("inf"):
-        raise EngineError(f"--shard-gb {args.shard_gb} is not a number above 0")
+    check_above_zero("--shard-gb", args.shard_gb)
     if args.source in PRESETS and not Path(args.source).is_dir():
         raise EngineError(
             f"SRC {args.source} is a preset, a shape without weights: give a model directory or a hub id"

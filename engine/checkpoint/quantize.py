@@ -18,8 +18,7 @@ from engine.checkpoint.load import FP8_DTYPE, FP8_MAX, LoadProgress
 from engine.checkpoint.source import CheckpointSource
 from engine.config import from_dir
 from engine.errors import CheckpointError, EngineError
-from engine.graph.build import build
-from engine.graph.passes import run_passes
+from engine.graph import weight_specs
 from engine.weights import Part
 
 LINEAR = re.compile(r"^model\.layers\.(\d+)\..*\b([qkvo]|gate|up|down)_proj\.weight$")
@@ -85,13 +84,9 @@ def quantize_checkpoint(
     if index.scheme:
         raise CheckpointError(f"{source} is quantised already ({index.scheme.name})")
     # What loading the result would refuse: a tensor that is missing, or of another shape than the config has.
-    specs = run_passes(build(config, phase="decode", rows=1, tp=1)).weights
-    index.check(list(index.adapt(specs).values()))
+    index.check(list(index.adapt(weight_specs(config, tp=1)).values()))
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise EngineError(f"{destination} exists and is not an empty directory")
-    linear = [n for n in index.tensors if LINEAR.match(n)]
-    if not linear:
-        raise CheckpointError(f"{source}: no tensor named model.layers.*_proj.weight to quantise")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))

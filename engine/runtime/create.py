@@ -18,6 +18,7 @@ from engine.checkpoint.source import CheckpointSource, WeightSource
 from engine.config import EngineConfig, ModelConfig
 from engine.demo import MODEL_FOLDER
 from engine.errors import EngineError
+from engine.graph import weight_specs
 from engine.graph.build import Logits, build
 from engine.graph.ir import Graph
 from engine.graph.passes import run_passes
@@ -85,10 +86,7 @@ class _Model:
 
     def specs(self, tp: int, shard_of: int | None = None) -> dict[str, WeightSpec]:
         """Weight specs at a TP degree, as the checkpoint stores them."""
-        specs = run_passes(
-            build(self.config, phase="decode", rows=1, tp=tp, shard_of=shard_of)
-        ).weights
-        return self.adapt(specs)
+        return self.adapt(weight_specs(self.config, tp, shard_of))
 
     def adapt(self, specs: dict[str, WeightSpec]) -> dict[str, WeightSpec]:
         """The specs as the checkpoint stores them: its `ignore` list is not quantised."""
