@@ -17,6 +17,7 @@ from itertools import islice
 import torch
 from tqdm import tqdm
 
+from engine.checkpoint.read_ahead import ReadAhead
 from engine.checkpoint.source import CheckpointSource, WeightSource, read_pieces
 from engine.errors import CheckpointError, EngineError, first_few
 from engine.weights import Part, WeightSpec
@@ -91,9 +92,10 @@ def materialize(
 ) -> Loaded:
     """One weight of one rank. Raises CheckpointError for a value that is NaN or inf."""
     where = {rank: torch.device(device)}
-    loaded = _allocate([spec], rank, where[rank], dtype, quantization)[spec.name]
+    loaded = _allocate(spec, rank, where[rank], dtype, quantization)
     held = {rank: loaded}
-    _refuse_nonfinite([spec], [held], [_fill(spec, source, held, where)])
+    _fill(spec, source, held, where)
+    _refuse_nonfinite([spec], [held], [{rank: _extremes(loaded)}])
     return loaded
 
 
@@ -137,18 +139,10 @@ def load_ranks(
         source.check_scales()
     where = {rank: torch.device(device) for rank, device in devices.items()}
     aliases = {rank: find_aliases(specs, rank, quantization) for rank in where}
-    ranks = {
-        rank: _allocate(
-            [s for s in specs if s.name not in aliases[rank]], rank, device, dtype, quantization
-        )
-        for rank, device in where.items()
-    }
-    held = [
-        {rank: loaded[spec.name] for rank, loaded in ranks.items() if spec.name in loaded}
-        for spec in specs
-    ]
+    own = [{rank: where[rank] for rank in where if s.name not in aliases[rank]} for s in specs]
     on_cuda = {device for device in where.values() if device.type == "cuda"}
     streams = [torch.cuda.current_stream(device) for device in on_cuda]
+    beside = {device: torch.cuda.Stream(device) for device in on_cuda}
     # A mode of threads, and tensors made in it are filled in it.
     inference = torch.is_inference_mode_enabled()
 
@@ -159,35 +153,46 @@ def load_ranks(
             stack.enter_context(torch.inference_mode(inference))
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            checks = _fill(spec, source, held, where)
+            _fill(spec, source, held, where)
+            found = {r: _extremes(loaded, beside.get(where[r])) for r, loaded in held.items()}
         if progress is not None:
             for loaded in held.values():
                 progress(loaded.nbytes)
-        return checks
+        return found
 
     threads = threads or (min(16, max(8, 4 * len(where))) if on_cuda else 1)
-    reading: contextlib.AbstractContextManager[Callable[[], None]]
-    reading = contextlib.nullcontext(lambda: None)
+    reading: contextlib.AbstractContextManager[ReadAhead | None] = contextlib.nullcontext()
     if isinstance(source, CheckpointSource):
-        reads = (read for spec, of in zip(specs, held) for read in _reads(spec, source, of, where))
+        reads = (r for spec, of in zip(specs, own) for r in _reads(spec, source, of, quantization))
         reading, threads = source.read_ahead(reads), 1
-    with reading as stop, ThreadPoolExecutor(threads) as pool:
+    with reading as ahead, ThreadPoolExecutor(threads) as pool:
         try:
+            if ahead is not None:  # pins its buffers while memory for the weights is found
+                pool.submit(ahead.begin)
+            held = [
+                {
+                    rank: _allocate(spec, rank, device, dtype, quantization)
+                    for rank, device in of.items()
+                }
+                for spec, of in zip(specs, own)
+            ]
             futures = [pool.submit(load, *each) for each in zip(specs, held)]
             found = [future.result() for future in futures]
         except BaseException:
-            stop()
+            if ahead is not None:
+                ahead.stop()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     for device in on_cuda:
         torch.cuda.synchronize(device)
     _refuse_nonfinite(specs, held, found)
+    ranks = {}
     for rank, alias in aliases.items():
+        loaded = {spec.name: of[rank] for spec, of in zip(specs, held) if rank in of}
         for name, (owner, first, last) in alias.items():
-            ranks[rank][name] = Loaded(ranks[rank][owner].weight[first:last])
-    return {
-        rank: {spec.name: loaded[spec.name] for spec in specs} for rank, loaded in ranks.items()
-    }
+            loaded[name] = Loaded(loaded[owner].weight[first:last])
+        ranks[rank] = {spec.name: loaded[spec.name] for spec in specs}
+    return ranks
 
 
 def find_aliases(
@@ -237,36 +242,32 @@ class LoadProgress:
 
 
 def _allocate(
-    specs: Sequence[WeightSpec],
+    spec: WeightSpec,
     rank: int,
     device: torch.device,
     dtype: torch.dtype,
     quantization: str | None,
-) -> dict[str, Loaded]:
-    """Room for one rank's weights."""
-    held = {}
-    for spec in specs:
-        shape, scale = spec.local_shape(rank), None
-        quantized = is_quantized(spec, quantization)
-        if quantized:
-            scale = torch.empty(shape[0], dtype=torch.float32, device=device)
-        kind = FP8_DTYPE if quantized else dtype
-        held[spec.name] = Loaded(torch.empty(shape, dtype=kind, device=device), scale)
-    return held
+) -> Loaded:
+    """Room for one weight of one rank."""
+    shape = spec.local_shape(rank)
+    if not is_quantized(spec, quantization):
+        return Loaded(torch.empty(shape, dtype=dtype, device=device))
+    scale = torch.empty(shape[0], dtype=torch.float32, device=device)
+    return Loaded(torch.empty(shape, dtype=FP8_DTYPE, device=device), scale)
 
 
 def _reads(
     spec: WeightSpec,
     source: CheckpointSource,
-    held: Mapping[int, Loaded],
-    devices: Mapping[int, torch.device],
+    devices: dict[int, torch.device],
+    quantization: str | None,
 ) -> Iterator[tuple[Part, dict[int, torch.device]]]:
-    """What `_fill` reads, in its order."""
-    where = {rank: devices[rank] for rank in held}
-    for part in spec.parts if held else ():
-        yield part, where
-        if _is_fp8(held) and not source.keeps_fp8(part) and _cuts_rows(part, where):
-            yield _whole(part), {0: _first(where)}
+    """What `_fill` reads for ranks that hold the weight on these devices, in its order."""
+    fp8 = is_quantized(spec, quantization)
+    for part in spec.parts if devices else ():
+        yield part, devices
+        if fp8 and not source.keeps_fp8(part) and _cuts_rows(part, devices):
+            yield _whole(part), {0: _first(devices)}
 
 
 def _fill(
@@ -274,11 +275,11 @@ def _fill(
     source: WeightSource,
     held: Mapping[int, Loaded],
     devices: Mapping[int, torch.device],
-) -> _Checks:
+) -> None:
     """Every part into its rows of each rank's weight."""
     rows = {rank: _rows_of_parts(spec, rank) for rank in held}
     where = {rank: devices[rank] for rank in held}
-    fp8 = _is_fp8(held)
+    fp8 = all(loaded.scale is not None for loaded in held.values())
     for i, part in enumerate(spec.parts):
         into = {rank: _rows(loaded, rows[rank][i]) for rank, loaded in held.items()}
         weights = {rank: target.weight for rank, target in into.items()}
@@ -289,11 +290,6 @@ def _fill(
             largest = _row_maxima(source.read(_whole(part), 0, _first(where)))
         for rank, target in into.items():
             _place(target, *pieces.pop(rank), largest)
-    return {rank: _extremes(loaded) for rank, loaded in held.items()}
-
-
-def _is_fp8(held: Mapping[int, Loaded]) -> bool:
-    return all(loaded.scale is not None for loaded in held.values())
 
 
 def _cuts_rows(part: Part, ranks: Iterable[int]) -> bool:
@@ -328,11 +324,15 @@ def _place(
         into.weight.copy_(value)
 
 
-def _extremes(loaded: Loaded) -> tuple[torch.Tensor, ...]:
+def _extremes(loaded: Loaded, beside: torch.cuda.Stream | None = None) -> tuple[torch.Tensor, ...]:
     """Scalars that tell whether a value is NaN or infinite, or was when FP8 was made of it (`_is_bad`): no sum that
-    could overflow, no mask as large as they."""
+    could overflow, no mask as large as they. beside: a stream to find them in, while the current one goes on."""
     if not loaded.weight.numel():
         return ()
+    if beside is not None:
+        beside.wait_stream(torch.cuda.current_stream(beside.device))
+        with torch.cuda.stream(beside):
+            return _extremes(loaded)
     if loaded.scale is None:
         return loaded.weight.aminmax()
     as_integers = loaded.weight.view(torch.int8), loaded.weight.view(torch.uint8)

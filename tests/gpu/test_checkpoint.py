@@ -9,6 +9,8 @@ from engine.checkpoint.dummy import DummySource
 from engine.checkpoint.load import load_ranks, quantize_rows
 from engine.checkpoint.source import CheckpointSource
 from engine.config import from_dir
+from engine.errors import CheckpointError
+from engine.weights import Part, WeightSpec
 from tests.unit.checkpoint_fixtures import save_model, specs_of, store_fp8
 
 pytestmark = pytest.mark.gpu
@@ -66,3 +68,34 @@ def test_quantisation_is_the_same_on_both():
         cpu, card = quantize_rows(value), quantize_rows(value.cuda())
         assert torch.equal(card[1].cpu(), cpu[1])
         assert torch.equal(card[0].cpu().view(torch.uint8), cpu[0].view(torch.uint8))
+
+
+class Late:
+    """A source whose values reach the device 20 ms after they were asked for."""
+
+    def __init__(self, value: torch.Tensor):
+        self.value = value
+
+    def read(self, part, rank, device):
+        torch.cuda._sleep(40_000_000)  # cycles
+        return self.value.to(device, non_blocking=True)
+
+
+@pytest.mark.parametrize("last", [1.0, float("nan")])
+def test_values_are_looked_at_behind_their_transfers(last):
+    """In a stream beside: not what the memory held before, nor too early for the last value."""
+    rows, columns = 1024, 4096
+    value = torch.ones(rows, columns, dtype=torch.bfloat16).pin_memory()
+    value[-1, -1] = last
+    torch.cuda.empty_cache()
+    held = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16, device="cuda")
+    place = held.data_ptr()
+    torch.cuda.synchronize()
+    del held  # the weight's memory will be this
+    specs = [WeightSpec("w", (Part("w", (rows, columns), None, ()),))]
+    load = lambda: load_ranks(specs, Late(value), {0: "cuda"}, torch.bfloat16)
+    if last == 1.0:
+        assert load()[0]["w"].weight.data_ptr() == place
+    else:
+        with pytest.raises(CheckpointError, match=r"NaN or infinite values .* in w$"):
+            load()
