@@ -12,24 +12,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 from tqdm import tqdm
 
+from engine.checkpoint.fp8 import FP8_DTYPE, quantize_rows, row_maxima
 from engine.checkpoint.read_ahead import ReadAhead
 from engine.checkpoint.source import CheckpointSource, WeightSource, read_pieces
 from engine.errors import CheckpointError, EngineError, first_few
 from engine.weights import Part, WeightSpec
 
-# A weight's `_extremes`, by rank: looked at at the end, so that loading does not wait for each weight.
-_Checks = dict[int, tuple[torch.Tensor, ...]]
 Progress = Callable[[int], None]  # called with the bytes of each finished weight, from any thread
 
-FP8_DTYPE = torch.float8_e4m3fn
-FP8_MAX = 448.0  # largest finite e4m3 value
-# Elements whose fp32 copy quantisation holds at a time (256 MB).
-_QUANTIZE_CHUNK = 64 << 20
+_CHECKED_TOGETHER = 32  # weights whose values are looked at by one launch
 
 
 @dataclass(frozen=True)
@@ -53,35 +48,6 @@ def is_quantized(spec: WeightSpec, quantization: str | None) -> bool:
     return quantization == "fp8" and spec.quantizable
 
 
-def quantize_rows(
-    weight: torch.Tensor, largest: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] -> (float8_e4m3fn [N, K], fp32 scale [N]): scale = max|row| / 448, round to nearest
-    even. largest fp32 [N]: max|row| of whole rows, where `weight` holds some of their columns.
-
-    A row of zeros gets scale 1. A row with NaN or inf gets a non-finite scale, which loading
-    refuses.
-    """
-    rows = max(1, _QUANTIZE_CHUNK // max(1, weight.shape[1]))
-    quantized = torch.empty(weight.shape, dtype=FP8_DTYPE, device=weight.device)
-    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    for first in range(0, weight.shape[0], rows):
-        chunk = weight[first : first + rows].float()
-        amax = _row_maxima(chunk) if largest is None else largest[first : first + rows]
-        # Below this a scale would be subnormal and its reciprocal infinite.
-        amax = torch.where(amax < FP8_MAX * torch.finfo(torch.float32).tiny, FP8_MAX, amax)
-        # A tensor divisor: CUDA multiplies by the reciprocal of a Python one, and the CPU divides.
-        scale[first : first + rows] = s = amax / torch.full_like(amax, FP8_MAX)
-        # s rounds to nearest, so the largest |w| / s can pass 448 by one fp32 ulp: clamp.
-        quantized[first : first + rows] = chunk.div(s[:, None]).clamp_(-FP8_MAX, FP8_MAX)
-    return quantized, scale
-
-
-def _row_maxima(rows: torch.Tensor) -> torch.Tensor:
-    """max|row| without |rows| in memory; NaN passes on."""
-    return torch.maximum(rows.amax(1), -rows.amin(1)).float()
-
-
 def materialize(
     spec: WeightSpec,
     source: WeightSource,
@@ -95,7 +61,7 @@ def materialize(
     loaded = _allocate(spec, rank, where[rank], dtype, quantization)
     held = {rank: loaded}
     _fill(spec, source, held, where)
-    _refuse_nonfinite([spec], [held], [{rank: _extremes(loaded)}])
+    _refuse_nonfinite([spec], [held], _extremes([0], [held]))
     return loaded
 
 
@@ -146,18 +112,21 @@ def load_ranks(
     # A mode of threads, and tensors made in it are filled in it.
     inference = torch.is_inference_mode_enabled()
 
-    def load(spec: WeightSpec, held: dict[int, Loaded]) -> _Checks:
-        if not held:
-            return {}
+    def load(which: Sequence[int]) -> list[_Extremes]:
+        found, filled = [], []
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            _fill(spec, source, held, where)
-            found = {r: _extremes(loaded, beside.get(where[r])) for r, loaded in held.items()}
-        if progress is not None:
-            for loaded in held.values():
-                progress(loaded.nbytes)
+            for i in which:
+                _fill(specs[i], source, held[i], where)
+                filled.append(i)
+                if len(filled) == _CHECKED_TOGETHER or i == which[-1]:
+                    found += _extremes(filled, held, beside)
+                    filled = []
+                if progress is not None:
+                    for loaded in held[i].values():
+                        progress(loaded.nbytes)
         return found
 
     threads = threads or (min(16, max(8, 4 * len(where))) if on_cuda else 1)
@@ -176,8 +145,10 @@ def load_ranks(
                 }
                 for spec, of in zip(specs, own)
             ]
-            futures = [pool.submit(load, *each) for each in zip(specs, held)]
-            found = [future.result() for future in futures]
+            # One job for one thread: each end of one would wake this thread, and it take the GIL.
+            jobs = [[i] for i in range(len(specs))] if ahead is None else [range(len(specs))]
+            futures = [pool.submit(load, job) for job in jobs]
+            found = [each for future in futures for each in future.result()]
         except BaseException:
             if ahead is not None:
                 ahead.stop()
@@ -287,7 +258,7 @@ def _fill(
         largest = None
         if fp8 and any(scale is None for _, scale in pieces.values()) and _cuts_rows(part, where):
             # Of whole rows, so that FP8 values are the same at every TP degree.
-            largest = _row_maxima(source.read(_whole(part), 0, _first(where)))
+            largest = row_maxima(source.read(_whole(part), 0, _first(where)))
         for rank, target in into.items():
             _place(target, *pieces.pop(rank), largest)
 
@@ -324,26 +295,57 @@ def _place(
         into.weight.copy_(value)
 
 
-def _extremes(loaded: Loaded, beside: torch.cuda.Stream | None = None) -> tuple[torch.Tensor, ...]:
-    """Scalars that tell whether a value is NaN or infinite, or was when FP8 was made of it (`_is_bad`): no sum that
-    could overflow, no mask as large as they. beside: a stream to find them in, while the current one goes on."""
-    if not loaded.weight.numel():
-        return ()
-    if beside is not None:
-        beside.wait_stream(torch.cuda.current_stream(beside.device))
-        with torch.cuda.stream(beside):
-            return _extremes(loaded)
-    if loaded.scale is None:
-        return loaded.weight.aminmax()
-    as_integers = loaded.weight.view(torch.int8), loaded.weight.view(torch.uint8)
-    return *(values.amax() for values in as_integers), loaded.scale.amax()
+@dataclass(frozen=True)
+class _Extremes:
+    """Numbers that tell whether a value is NaN or infinite, or was when FP8 was made of it (`is_bad`): no sum that could
+    overflow, no mask as large as they."""
+
+    rank: int
+    which: list[int]  # of the weights; all in FP8 or none
+    values: (
+        torch.Tensor
+    )  # [numbers of a weight, weights] on the rank's device: looked at when all are loaded
+
+    def bad(self) -> list[int]:
+        """The weights with such a value. Waits for the device."""
+        return [i for i, values in zip(self.which, self.values.T.tolist()) if self.is_bad(*values)]
+
+    @staticmethod
+    def is_bad(largest: float, signed: float = 0, unsigned: float = 0) -> bool:
+        """largest: of the magnitudes, in FP8 those of the scales. signed, unsigned: largest byte of an e4m3 weight, whose
+        NaN are 0x7F and 0xFF."""
+        return not math.isfinite(largest) or signed == 0x7F or unsigned == 0xFF
 
 
-def _is_bad(loaded: Loaded, extremes: Sequence[float]) -> bool:
-    if loaded.scale is None or not extremes:
-        return not all(map(math.isfinite, extremes))
-    signed, unsigned, scale = extremes
-    return signed == 0x7F or unsigned == 0xFF or not math.isfinite(scale)  # NaN of e4m3
+def _extremes(
+    which: Iterable[int],
+    held: Sequence[Mapping[int, Loaded]],
+    beside: Mapping[torch.device, torch.cuda.Stream] | None = None,
+) -> list[_Extremes]:
+    """Of weights which[...] of all ranks. beside: streams to find them in, while the current ones go on."""
+    kinds: dict[tuple[int, bool], list[int]] = {}
+    for i in which:
+        for rank, loaded in held[i].items():
+            if loaded.weight.numel():
+                kinds.setdefault((rank, loaded.scale is not None), []).append(i)
+    found = []
+    for (rank, fp8), of_kind in kinds.items():
+        weights = [held[i][rank].weight for i in of_kind]
+        stream = (beside or {}).get(weights[0].device)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            scales = [s for i in of_kind if (s := held[i][rank].scale) is not None]
+            # One launch for all of them; alone a weight's would take the host as long as 10 MB of transfers.
+            rows = [torch._foreach_norm(scales if fp8 else weights, math.inf)]
+            if fp8:
+                rows += [
+                    torch._foreach_max([w.view(kind) for w in weights])
+                    for kind in (torch.int8, torch.uint8)
+                ]
+            values = torch.stack([torch.stack(row).float() for row in rows])
+        found.append(_Extremes(rank, of_kind, values))
+    return found
 
 
 def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:
@@ -364,29 +366,18 @@ def _local_rows(part: Part, rank: int) -> int:
 
 
 def _refuse_nonfinite(
-    specs: Sequence[WeightSpec], held: Sequence[Mapping[int, Loaded]], checks: Sequence[_Checks]
+    specs: Sequence[WeightSpec],
+    held: Sequence[Mapping[int, Loaded]],
+    extremes: Iterable[_Extremes],
 ) -> None:
     """CheckpointError that names the HF tensors with values that are NaN or infinite."""
     bad: dict[str, None] = {}
-    for rank in dict.fromkeys(rank for weights in held for rank in weights):
-        here = [i for i, weights in enumerate(held) if rank in weights]
-        wrong = _which_are_bad([held[i][rank] for i in here], [checks[i][rank] for i in here])
-        for i in (i for i, is_wrong in zip(here, wrong) if is_wrong):
-            parts = [_rows(held[i][rank], rows) for rows in _rows_of_parts(specs[i], rank)]
-            wrong_parts = _which_are_bad(parts, [_extremes(part) for part in parts])
-            bad.update({p.name: None for p, w in zip(specs[i].parts, wrong_parts) if w})
+    for rank, i in ((each.rank, i) for each in extremes for i in each.bad()):
+        rows = _rows_of_parts(specs[i], rank)
+        parts = [{rank: _rows(held[i][rank], of_part)} for of_part in rows]
+        wrong = [j for each in _extremes(range(len(parts)), parts) for j in each.bad()]
+        bad.update(dict.fromkeys(specs[i].parts[j].name for j in wrong))
     if bad:
         raise CheckpointError(
             f"NaN or infinite values (or beyond the dtype's range) in {first_few(list(bad))}"
         )
-
-
-def _which_are_bad(
-    weights: Sequence[Loaded], extremes: Sequence[tuple[torch.Tensor, ...]]
-) -> list[bool]:
-    """Of weights on one device; it is waited for once."""
-    scalars = [scalar.float() for each in extremes for scalar in each]
-    values = iter(torch.stack(scalars).tolist() if scalars else ())
-    return [
-        _is_bad(weight, list(islice(values, len(each)))) for weight, each in zip(weights, extremes)
-    ]

@@ -9,7 +9,8 @@ from math import prod
 
 import torch
 
-from engine.checkpoint.load import FP8_DTYPE, find_aliases, is_quantized
+from engine.checkpoint.fp8 import FP8_DTYPE
+from engine.checkpoint.load import find_aliases, is_quantized
 from engine.config import ModelConfig
 from engine.errors import EngineError
 from engine.weights import WeightSpec

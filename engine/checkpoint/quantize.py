@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.fp8 import FP8_DTYPE, FP8_MAX
 from engine.checkpoint.index import INDEX, CheckpointIndex, open_checkpoint
-from engine.checkpoint.load import FP8_DTYPE, FP8_MAX, LoadProgress
+from engine.checkpoint.load import LoadProgress
 from engine.checkpoint.source import CheckpointSource
 from engine.config import from_dir
 from engine.errors import CheckpointError, EngineError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Bytes per element of every dtype the format names; the engine can read those of
-# `source.TORCH_DTYPES`.
+# `staging.TORCH_DTYPES`.
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,

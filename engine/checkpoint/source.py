@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,17 +14,11 @@ import torch
 
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
 from engine.checkpoint.read_ahead import ReadAhead, Wanted
-from engine.checkpoint.scheme import Scheme, scale_of
-from engine.checkpoint.staging import Staging
-from engine.errors import CheckpointError, first_few
+from engine.checkpoint.scales import Scales
+from engine.checkpoint.scheme import Scheme
+from engine.checkpoint.staging import TORCH_DTYPES, Staging
+from engine.errors import CheckpointError
 from engine.weights import Part, WeightSpec
-
-TORCH_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 
 
 class WeightSource(Protocol):
@@ -45,6 +37,11 @@ def local_range(part: Part, rank: int) -> tuple[int, int]:
     size = part.shape[part.axis]
     start, stop = part.ranges[rank]
     return min(start, size), min(stop, size)
+
+
+def local_rows(part: Part, rank: int) -> tuple[int, int]:
+    """(start, stop) of the rows of the HF tensor that hold the rank's slice."""
+    return local_range(part, rank) if part.axis == 0 else (0, part.shape[0])
 
 
 def padding(part: Part, rank: int) -> int:
@@ -115,6 +112,7 @@ class CheckpointSource:
             checkpoint = open_checkpoint(checkpoint)
         self.index = checkpoint
         self._staging = Staging(chunk_bytes)
+        self._scales = Scales(checkpoint)
 
     def read(self, part: Part, rank: int, device: torch.device | str) -> torch.Tensor:
         """See WeightSource; a weight stored in FP8 is given as fp32 values.
@@ -147,25 +145,24 @@ class CheckpointSource:
             and all(into[rank].dtype == TORCH_DTYPES[info.dtype] for rank in devices)
         )
         wanted = self._wanted(part, devices)
-        stored = self._staging.read(
-            wanted, TORCH_DTYPES[info.dtype], devices, into if straight else None
-        )
-        scales = self._scales(part, devices) if is_fp8 else {}
+        stored = self._staging.read(wanted, devices, into if straight else None)
         pieces: Pieces = {}
-        for rank in devices:
+        for rank, device in devices.items():
             piece, scale = stored.pop(rank), None
             if keep:
-                scale = _pad_scale(
-                    apply_layout(scales[rank].expand(piece.shape[0]), part), part, rank
-                )
-                piece = piece.view(torch.uint8)  # for torch.cat
+                scale = self._scales.of_rows(part, local_rows(part, rank), device)
+                scale = _pad_scale(apply_layout(scale, part), part, rank)
             elif is_fp8 and self._scheme.block:
-                rows, columns = self._blocks(part, rank, piece.device)
-                piece = piece.float().mul_(scales[rank][rows][:, columns])
+                rows, columns = self._blocks(part, rank, device)
+                piece = piece.float().mul_(self._scales.of_blocks(part, device)[rows][:, columns])
             elif is_fp8:
-                piece = piece.float().mul_(scales[rank][:, None])
-            piece = pad(apply_layout(piece, part), part, rank)
-            pieces[rank] = (piece.view(torch.float8_e4m3fn) if keep else piece), scale
+                scales = self._scales.of_rows(part, local_rows(part, rank), device)
+                piece = piece.float().mul_(scales[:, None])
+            if not straight:
+                piece = piece.view(torch.uint8) if keep else piece  # for torch.cat
+                piece = pad(apply_layout(piece, part), part, rank)
+                piece = piece.view(torch.float8_e4m3fn) if keep else piece
+            pieces[rank] = piece, scale
         return pieces
 
     def keeps_fp8(self, part: Part) -> bool:
@@ -180,30 +177,13 @@ class CheckpointSource:
         wanted, kinds = [], set()
         for part, devices in parts:
             wanted.append(self._wanted(part, devices))
-            if self.index.is_fp8(part.name):
-                wanted.append(self._wanted_scales(part, devices))
             kinds |= {device.type for device in devices.values()}
         return self._staging.read_ahead(wanted, pinned="cuda" in kinds)
 
     def check_scales(self) -> None:
-        """Read every scale of an FP8 checkpoint: CheckpointError for one that is not finite or not
-        positive. Small (4 bytes a row), so that it comes before any weight."""
-        tensors = self.index.tensors
-        of_fp8 = (
-            scale_of(info, tensors) for name, info in tensors.items() if self.index.is_fp8(name)
-        )
-        scales = [_flat(scale) for scale in of_fp8 if scale is not None]
-        wanted = [_rows(scale, 0, scale.shape[0]) for scale in scales]
-        with self._staging.read_ahead(wanted, pinned=False):
-            values = [self._on_cpu(each).float() for each in wanted]
-        # Together: looking at some hundred of them one by one takes as long as their reads.
-        if not values or _are_scales(torch.cat(values)):
-            return
-        bad = [scale.name for scale, each in zip(scales, values) if not _are_scales(each)]
-        raise CheckpointError(
-            f"{self.index.directory}: FP8 scales that are zero, negative or not finite: "
-            + first_few(bad)
-        )
+        """Read every scale of an FP8 checkpoint, ahead of any weight: CheckpointError for one that is not finite or not
+        positive."""
+        self._scales.check()
 
     @property
     def _scheme(self) -> Scheme:
@@ -221,25 +201,6 @@ class CheckpointSource:
 
     def _wanted(self, part: Part, ranks: Iterable[int]) -> Wanted:
         return Wanted(self._info(part), part.axis, _local_ranges(part, ranks))
-
-    def _scale_info(self, part: Part) -> TensorInfo:
-        info = scale_of(self.index.tensors[part.name], self.index.tensors)
-        if info is None:
-            raise CheckpointError(f"{self.index.directory}: {part.name} has no scale")
-        return info
-
-    def _scales(self, part: Part, devices: Mapping[int, torch.device]) -> dict[int, torch.Tensor]:
-        """fp32 [rows] of each rank's slice, [1] of a tensor with one scale, or all blocks' of the tensor."""
-        wanted = self._wanted_scales(part, devices)
-        read = self._staging.read(wanted, TORCH_DTYPES[wanted.info.dtype], devices)
-        return {rank: scale.float() for rank, scale in read.items()}
-
-    def _wanted_scales(self, part: Part, ranks: Iterable[int]) -> Wanted:
-        info, ranges = self._scale_info(part), _local_ranges(part, ranks)
-        if self._scheme.block:
-            return Wanted(info, None, ranges)
-        flat = _flat(info)
-        return Wanted(flat, 0 if part.axis == 0 and flat.shape[0] > 1 else None, ranges)
 
     def _blocks(
         self, part: Part, rank: int, device: torch.device
@@ -277,19 +238,9 @@ class CheckpointSource:
 
     def _on_cpu(self, wanted: Wanted) -> torch.Tensor:
         """What rank 0 wants."""
-        dtype = TORCH_DTYPES[wanted.info.dtype]
-        return self._staging.read(wanted, dtype, {0: torch.device("cpu")})[0]
+        return self._staging.read(wanted, {0: torch.device("cpu")})[0]
 
 
 def _rows(info: TensorInfo, start: int, stop: int) -> Wanted:
     """Some rows of a tensor, for rank 0."""
     return Wanted(info, 0, {0: (start, stop)})
-
-
-def _are_scales(values: torch.Tensor) -> bool:
-    return bool((values.isfinite() & (values > 0)).all())
-
-
-def _flat(info: TensorInfo) -> TensorInfo:
-    """As a vector: a scalar is one of length 1."""
-    return replace(info, shape=(math.prod(info.shape),))

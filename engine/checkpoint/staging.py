@@ -12,6 +12,12 @@ import torch
 from engine.checkpoint import read_ahead
 from engine.checkpoint.read_ahead import Buffer, Chunk, ReadAhead, Wanted
 
+TORCH_DTYPES = {  # that are read
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -40,7 +46,6 @@ class Staging:
     def read(
         self,
         wanted: Wanted,
-        dtype: torch.dtype,
         devices: Mapping[int, torch.device],
         into: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[int, torch.Tensor]:
@@ -49,7 +54,7 @@ class Staging:
 
         A column slice is cut on its device, to which whole rows travel. Safe to call from several threads outside
         `read_ahead`. Raises CheckpointError if the file ends early or cannot be read."""
-        out = {}
+        out, dtype = {}, TORCH_DTYPES[wanted.info.dtype]
         for rank in wanted.ranges:
             shape = wanted.shape(rank)
             if into is None:

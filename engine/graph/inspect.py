@@ -14,7 +14,8 @@ from unittest.mock import patch
 import torch
 from triton.runtime.jit import JITFunction
 
-from engine.checkpoint.load import FP8_DTYPE, Loaded
+from engine.checkpoint.fp8 import FP8_DTYPE
+from engine.checkpoint.load import Loaded
 from engine.config import ModelConfig
 from engine.graph.ir import Graph
 from engine.graph.lower import Launch, lower

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine.checkpoint.dummy import DummySource
-from engine.checkpoint.load import load_ranks, quantize_rows
+from engine.checkpoint.fp8 import quantize_rows
+from engine.checkpoint.load import load_ranks
 from engine.checkpoint.source import CheckpointSource
 from engine.config import from_dir
 from engine.errors import CheckpointError

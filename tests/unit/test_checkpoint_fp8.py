@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint.fp8 import FP8_DTYPE
 from engine.checkpoint.index import open_checkpoint
-from engine.checkpoint.load import FP8_DTYPE, load_rank
+from engine.checkpoint.load import load_rank
 from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.read_ahead import Buffer
 from engine.checkpoint.source import CheckpointSource

@@ -12,16 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from engine.checkpoint import load as load_module
+from engine.checkpoint import fp8
 from engine.checkpoint.dummy import DummySource
-from engine.checkpoint.load import (
-    FP8_DTYPE,
-    LoadProgress,
-    load_rank,
-    load_ranks,
-    materialize,
-    quantize_rows,
-)
+from engine.checkpoint.fp8 import FP8_DTYPE, quantize_rows
+from engine.checkpoint.load import LoadProgress, load_rank, load_ranks, materialize
 from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.source import CheckpointSource, WeightSource
 from engine.errors import CheckpointError, EngineError
@@ -183,11 +177,11 @@ def test_fp8_zero_and_tiny_rows_are_safe():
 
 
 def test_fp8_chunks_change_nothing(monkeypatch):
-    weight, size = torch.randn(37, 16), load_module._QUANTIZE_CHUNK
+    weight, size = torch.randn(37, 16), fp8._QUANTIZE_CHUNK
     for largest in (None, torch.arange(4.0, 41.0)):
-        monkeypatch.setattr(load_module, "_QUANTIZE_CHUNK", size)
+        monkeypatch.setattr(fp8, "_QUANTIZE_CHUNK", size)
         quantized, scale = quantize_rows(weight, largest)
-        monkeypatch.setattr(load_module, "_QUANTIZE_CHUNK", 5 * 16)
+        monkeypatch.setattr(fp8, "_QUANTIZE_CHUNK", 5 * 16)
         again, scale_again = quantize_rows(weight, largest)
         assert torch.equal(quantized.float(), again.float()) and torch.equal(scale, scale_again)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.checkpoint.dummy import DummySource
-from engine.checkpoint.load import FP8_DTYPE, load_rank
+from engine.checkpoint.fp8 import FP8_DTYPE
+from engine.checkpoint.load import load_rank
 from engine.checkpoint.memory import GIB, check_fit, kv_bytes_per_token, weight_bytes
 from engine.config import preset
 from engine.errors import EngineError

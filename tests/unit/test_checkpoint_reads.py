@@ -43,7 +43,7 @@ def descriptors() -> int:
 
 def check(staging: Staging, wanted: Wanted) -> None:
     [(start, stop)] = wanted.ranges.values()
-    assert torch.equal(staging.read(wanted, torch.float32, {0: CPU})[0], VALUES[start:stop])
+    assert torch.equal(staging.read(wanted, {0: CPU})[0], VALUES[start:stop])
 
 
 def test_asynchronous_reads(tmp_path):
@@ -216,7 +216,7 @@ def test_transfers_to_every_gpu_are_marked_before_a_buffer_is_given_back(rows, m
     both = [Wanted(each.info, 0, dict.fromkeys(devices, each.ranges[0])) for each in rows]
     with staging.read_ahead(both, pinned=False):
         for wanted in both:
-            staging.read(wanted, torch.float32, devices, into)
+            staging.read(wanted, devices, into)
     assert len(given) == 99
 
 
@@ -231,7 +231,7 @@ def test_columns_are_marked_where_their_rows_land(rows, monkeypatch):
     into = {rank: torch.empty(99, stop - start) for rank, (start, stop) in spans.items()}
     staging, wanted = Staging(48 * 33), Wanted(rows[0].info, 1, spans)
     with staging.read_ahead([wanted], pinned=False):
-        staging.read(wanted, torch.float32, devices, into)
+        staging.read(wanted, devices, into)
     assert marked == [0, 1] * 3
     assert torch.equal(torch.cat([*into.values()], 1), VALUES)
 
@@ -272,7 +272,7 @@ def test_only_transfers_that_were_made_are_waited_for(rows, monkeypatch, chunk):
     staging = Staging(chunk)
     with staging.read_ahead(each, pinned=False):
         for wanted in each:
-            staging.read(wanted, torch.float32, devices, into)
+            staging.read(wanted, devices, into)
     if chunk == 48:  # a row
         assert given == [[first], [second]] * 9
     else:
@@ -317,7 +317,7 @@ def test_leaving_closes_the_files_though_an_error_is_held(tmp_path):
         pytest.raises(CheckpointError, match="ends inside a") as held,
         staging.read_ahead([wanted], pinned=False),
     ):
-        staging.read(wanted, torch.float32, {0: CPU})
+        staging.read(wanted, {0: CPU})
     assert held.value.__traceback__ and descriptors() == before
 
 
@@ -336,6 +336,6 @@ def test_too_few_descriptors_are_named(info, monkeypatch):
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 40, limits[1]))
     try:
         with pytest.raises(CheckpointError, match=r"Too many open files: raise `ulimit -n`$"):
-            Staging().read(Wanted(info, None, {0: (0, 99)}), torch.float32, {0: CPU})
+            Staging().read(Wanted(info, None, {0: (0, 99)}), {0: CPU})
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -16,7 +16,6 @@ from engine.checkpoint import read_ahead
 from engine.checkpoint.aio import Reads
 from engine.checkpoint.read_ahead import BUFFERS, Buffer, ReadAhead, Wanted
 from engine.checkpoint.safetensors_header import read_header
-from engine.checkpoint.source import TORCH_DTYPES
 from engine.checkpoint.staging import Staging
 from engine.errors import CheckpointError
 from tests.unit.checkpoint_fixtures import shrunk
@@ -76,7 +75,7 @@ def test_every_slice_and_chunk(headers, tensors, name, axis, ranges, chunk):
         wanted = dict(enumerate(ranges))
         # Two devices in turn, which share neither rows that landed nor marks.
         devices = {rank: torch.device("cpu", 0) if rank % 2 else CPU for rank in wanted}
-        got = staging.read(Wanted(info, axis, wanted), TORCH_DTYPES[info.dtype], devices)
+        got = staging.read(Wanted(info, axis, wanted), devices)
         assert list(got) == list(wanted)
         for rank, (start, stop) in wanted.items():
             whole = tensors[name]
@@ -95,7 +94,7 @@ def test_rows_of_an_interleaved_weight_are_filled_in_place(headers, tensors, axi
     }
     into = {rank: weight[1::2] for rank, weight in held.items()}
     devices = dict.fromkeys(wanted, CPU)
-    got = Staging(chunk).read(Wanted(info, axis, wanted), torch.bfloat16, devices, into)
+    got = Staging(chunk).read(Wanted(info, axis, wanted), devices, into)
     for rank, weight in held.items():
         assert got[rank] is into[rank]
         assert torch.equal(weight[1::2], want[rank]) and weight[::2].isnan().all()
@@ -124,7 +123,7 @@ def test_a_byte_is_read_once_for_all_ranks(headers, tensors, reads):
         reads.clear()
         wanted = dict(enumerate(ranges))
         devices = dict.fromkeys(wanted, CPU)
-        Staging(100).read(Wanted(info, axis, wanted), torch.bfloat16, devices)
+        Staging(100).read(Wanted(info, axis, wanted), devices)
         assert sum(count for _, count in reads) == info.nbytes
         assert len({at for at, _ in reads}) == len(reads)
 
@@ -160,7 +159,7 @@ def test_threads_do_not_share_buffers(headers, tensors):
 
     def read(row: int) -> bool:
         wanted = Wanted(info, 0, {3: (row, row + 3)})
-        got = staging.read(wanted, torch.bfloat16, {3: CPU})
+        got = staging.read(wanted, {3: CPU})
         return torch.equal(got[3], tensors["wide"][row : row + 3])
 
     with ThreadPoolExecutor(8) as pool:
@@ -172,7 +171,7 @@ def test_file_that_shrinks_while_loading(tmp_path):
     save_file({"a": torch.ones(64)}, file)
     info = shrunk(read_header(file)["a"], 8)
     with pytest.raises(CheckpointError, match="ends inside a: it changed while loading"):
-        Staging().read(Wanted(info, None, {0: (0, 64)}), torch.float32, {0: CPU})
+        Staging().read(Wanted(info, None, {0: (0, 64)}), {0: CPU})
 
 
 def wanted_rows(headers, count):
@@ -186,8 +185,7 @@ def wanted_rows(headers, count):
 
 
 def check(staging, wanted, tensors):
-    dtype = TORCH_DTYPES[wanted.info.dtype]
-    got = staging.read(wanted, dtype, dict.fromkeys(wanted.ranges, CPU))
+    got = staging.read(wanted, dict.fromkeys(wanted.ranges, CPU))
     for rank, (start, stop) in wanted.ranges.items():
         assert same(got[rank], tensors[wanted.info.name][start:stop])
 
@@ -354,10 +352,10 @@ def test_an_error_comes_in_its_turn_and_stays(tmp_path, monkeypatch, piece, room
     staging = Staging(room)
     with staging.read_ahead(order, pinned=False):
         for i in range(63):
-            assert staging.read(order[i], torch.float32, {0: CPU})[0] == i
+            assert staging.read(order[i], {0: CPU})[0] == i
         for _ in range(2):  # not what was read of b
             with pytest.raises(CheckpointError, match="ends inside a: it changed while loading"):
-                staging.read(order[63], torch.float32, {0: CPU})
+                staging.read(order[63], {0: CPU})
 
 
 @pytest.mark.parametrize("room", [256, 1 << 20])
@@ -373,9 +371,9 @@ def test_an_error_names_the_tensor_that_it_is_in(tmp_path, room):
     order = [Wanted(header[name], None, {0: (0, 64)}) for name in (first, last, third)]
     staging = Staging(room)
     with staging.read_ahead(order, pinned=False):
-        staging.read(order[0], torch.float32, {0: CPU})
+        staging.read(order[0], {0: CPU})
         with pytest.raises(CheckpointError, match=f"ends inside {last}: it changed"):
-            staging.read(order[1], torch.float32, {0: CPU})
+            staging.read(order[1], {0: CPU})
 
 
 def test_a_file_that_is_gone_is_an_error_in_its_turn(tmp_path):
@@ -387,7 +385,7 @@ def test_a_file_that_is_gone_is_an_error_in_its_turn(tmp_path):
     order = [Wanted(info, None, {0: (0, 8)}) for info in infos]
     staging = Staging(8)
     with staging.read_ahead(order, pinned=False):
-        assert torch.equal(staging.read(order[0], torch.float32, {0: CPU})[0], torch.arange(8.0))
+        assert torch.equal(staging.read(order[0], {0: CPU})[0], torch.arange(8.0))
         for _ in range(2):
             with pytest.raises(CheckpointError, match="No such file or directory: it changed"):
-                staging.read(order[1], torch.float32, {0: CPU})
+                staging.read(order[1], {0: CPU})

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.load import FP8_DTYPE, find_aliases, load_rank
+from engine.checkpoint.fp8 import FP8_DTYPE
+from engine.checkpoint.load import find_aliases, load_rank
 from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.source import CheckpointSource
 from engine.errors import CheckpointError
