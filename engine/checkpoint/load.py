@@ -10,21 +10,20 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
 
 from engine.checkpoint.fp8 import FP8_DTYPE, quantize_rows, row_maxima
-from engine.checkpoint.read_ahead import ReadAhead
 from engine.checkpoint.source import CheckpointSource, WeightSource, read_pieces
 from engine.errors import CheckpointError, EngineError, first_few
 from engine.weights import Part, WeightSpec
 
+# A weight's `_extremes`, by rank: looked at at the end, so that loading does not wait for each weight.
+_Checks = dict[int, tuple[torch.Tensor, ...]]
 Progress = Callable[[int], None]  # called with the bytes of each finished weight, from any thread
-
-_CHECKED_TOGETHER = 32  # weights whose values are looked at by one launch
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def materialize(
     loaded = _allocate(spec, rank, where[rank], dtype, quantization)
     held = {rank: loaded}
     _fill(spec, source, held, where)
-    _refuse_nonfinite([spec], [held], _extremes([0], [held]))
+    _refuse_nonfinite([spec], [held], [{rank: _extremes(loaded)}])
     return loaded
 
 
@@ -112,48 +111,47 @@ def load_ranks(
     # A mode of threads, and tensors made in it are filled in it.
     inference = torch.is_inference_mode_enabled()
 
-    def load(which: Sequence[int]) -> list[_Extremes]:
-        found, filled = [], []
+    # Memory is found while the first weights are read into what was found.
+    room: list[Future[dict[int, Loaded]]] = [Future() for _ in specs]
+
+    def load(which: Iterable[int]) -> list[_Checks]:
+        found = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
             for i in which:
-                _fill(specs[i], source, held[i], where)
-                filled.append(i)
-                if len(filled) == _CHECKED_TOGETHER or i == which[-1]:
-                    found += _extremes(filled, held, beside)
-                    filled = []
+                held = room[i].result()
+                _fill(specs[i], source, held, where)
+                found.append({r: _extremes(held[r], beside.get(where[r])) for r in held})
                 if progress is not None:
-                    for loaded in held[i].values():
+                    for loaded in held.values():
                         progress(loaded.nbytes)
         return found
 
     threads = threads or (min(16, max(8, 4 * len(where))) if on_cuda else 1)
-    reading: contextlib.AbstractContextManager[ReadAhead | None] = contextlib.nullcontext()
+    jobs: list[Iterable[int]] = [[i] for i in range(len(specs))]
+    reading: contextlib.AbstractContextManager[Callable[[], None]]
+    reading = contextlib.nullcontext(lambda: None)
     if isinstance(source, CheckpointSource):
         reads = (r for spec, of in zip(specs, own) for r in _reads(spec, source, of, quantization))
-        reading, threads = source.read_ahead(reads), 1
-    with reading as ahead, ThreadPoolExecutor(threads) as pool:
+        # One job: each end of one wakes this thread, which then takes the GIL.
+        reading, threads, jobs = source.read_ahead(reads), 1, [range(len(specs))]
+    with reading as stop, ThreadPoolExecutor(threads) as pool:
         try:
-            if ahead is not None:  # pins its buffers while memory for the weights is found
-                pool.submit(ahead.begin)
-            held = [
-                {
-                    rank: _allocate(spec, rank, device, dtype, quantization)
-                    for rank, device in of.items()
-                }
-                for spec, of in zip(specs, own)
-            ]
-            # One job for one thread: each end of one would wake this thread, and it take the GIL.
-            jobs = [[i] for i in range(len(specs))] if ahead is None else [range(len(specs))]
             futures = [pool.submit(load, job) for job in jobs]
+            for spec, of, found_here in zip(specs, own, room):
+                found_here.set_result(
+                    {r: _allocate(spec, r, device, dtype, quantization) for r, device in of.items()}
+                )
             found = [each for future in futures for each in future.result()]
         except BaseException:
-            if ahead is not None:
-                ahead.stop()
+            stop()
+            for each in room:
+                each.cancel()  # of those without a result: nobody waits for them any more
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+    held = [each.result() for each in room]
     for device in on_cuda:
         torch.cuda.synchronize(device)
     _refuse_nonfinite(specs, held, found)
@@ -295,57 +293,25 @@ def _place(
         into.weight.copy_(value)
 
 
-@dataclass(frozen=True)
-class _Extremes:
-    """Numbers that tell whether a value is NaN or infinite, or was when FP8 was made of it (`is_bad`): no sum that could
-    overflow, no mask as large as they."""
-
-    rank: int
-    which: list[int]  # of the weights; all in FP8 or none
-    values: (
-        torch.Tensor
-    )  # [numbers of a weight, weights] on the rank's device: looked at when all are loaded
-
-    def bad(self) -> list[int]:
-        """The weights with such a value. Waits for the device."""
-        return [i for i, values in zip(self.which, self.values.T.tolist()) if self.is_bad(*values)]
-
-    @staticmethod
-    def is_bad(largest: float, signed: float = 0, unsigned: float = 0) -> bool:
-        """largest: of the magnitudes, in FP8 those of the scales. signed, unsigned: largest byte of an e4m3 weight, whose
-        NaN are 0x7F and 0xFF."""
-        return not math.isfinite(largest) or signed == 0x7F or unsigned == 0xFF
+def _extremes(loaded: Loaded, beside: torch.cuda.Stream | None = None) -> tuple[torch.Tensor, ...]:
+    """Scalars that tell whether a matrix has NaN or infinite values (`_is_bad`): no sum that could overflow, no mask as
+    large as it. beside: a stream to find them in, while the current one goes on."""
+    if not loaded.weight.numel() or loaded.weight.ndim == 1:
+        return ()
+    if beside is not None:
+        beside.wait_stream(torch.cuda.current_stream(beside.device))
+        with torch.cuda.stream(beside):
+            return _extremes(loaded)
+    if loaded.scale is None:
+        return loaded.weight.aminmax()
+    return loaded.weight.view(torch.int8).amax(), loaded.weight.view(torch.uint8).amax()
 
 
-def _extremes(
-    which: Iterable[int],
-    held: Sequence[Mapping[int, Loaded]],
-    beside: Mapping[torch.device, torch.cuda.Stream] | None = None,
-) -> list[_Extremes]:
-    """Of weights which[...] of all ranks. beside: streams to find them in, while the current ones go on."""
-    kinds: dict[tuple[int, bool], list[int]] = {}
-    for i in which:
-        for rank, loaded in held[i].items():
-            if loaded.weight.numel():
-                kinds.setdefault((rank, loaded.scale is not None), []).append(i)
-    found = []
-    for (rank, fp8), of_kind in kinds.items():
-        weights = [held[i][rank].weight for i in of_kind]
-        stream = (beside or {}).get(weights[0].device)
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            scales = [s for i in of_kind if (s := held[i][rank].scale) is not None]
-            # One launch for all of them; alone a weight's would take the host as long as 10 MB of transfers.
-            rows = [torch._foreach_norm(scales if fp8 else weights, math.inf)]
-            if fp8:
-                rows += [
-                    torch._foreach_max([w.view(kind) for w in weights])
-                    for kind in (torch.int8, torch.uint8)
-                ]
-            values = torch.stack([torch.stack(row).float() for row in rows])
-        found.append(_Extremes(rank, of_kind, values))
-    return found
+def _is_bad(loaded: Loaded, extremes: Sequence[float]) -> bool:
+    if loaded.scale is None or not extremes:
+        return not all(map(math.isfinite, extremes))
+    signed, unsigned = extremes
+    return signed == 0x7F or unsigned == 0xFF  # NaN of e4m3
 
 
 def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:
@@ -366,18 +332,37 @@ def _local_rows(part: Part, rank: int) -> int:
 
 
 def _refuse_nonfinite(
-    specs: Sequence[WeightSpec],
-    held: Sequence[Mapping[int, Loaded]],
-    extremes: Iterable[_Extremes],
+    specs: Sequence[WeightSpec], held: Sequence[Mapping[int, Loaded]], checks: Sequence[_Checks]
 ) -> None:
     """CheckpointError that names the HF tensors with values that are NaN or infinite."""
     bad: dict[str, None] = {}
-    for rank, i in ((each.rank, i) for each in extremes for i in each.bad()):
-        rows = _rows_of_parts(specs[i], rank)
-        parts = [{rank: _rows(held[i][rank], of_part)} for of_part in rows]
-        wrong = [j for each in _extremes(range(len(parts)), parts) for j in each.bad()]
-        bad.update(dict.fromkeys(specs[i].parts[j].name for j in wrong))
+    for rank in dict.fromkeys(rank for weights in held for rank in weights):
+        here = [i for i, weights in enumerate(held) if rank in weights]
+        wrong = _which_are_bad([held[i][rank] for i in here], [checks[i][rank] for i in here])
+        for i in (i for i, is_wrong in zip(here, wrong) if is_wrong):
+            parts = [_rows(held[i][rank], rows) for rows in _rows_of_parts(specs[i], rank)]
+            wrong_parts = _which_are_bad(parts, [_extremes(part) for part in parts])
+            bad.update({p.name: None for p, w in zip(specs[i].parts, wrong_parts) if w})
     if bad:
         raise CheckpointError(
             f"NaN or infinite values (or beyond the dtype's range) in {first_few(list(bad))}"
         )
+
+
+def _which_are_bad(
+    weights: Sequence[Loaded], extremes: Sequence[tuple[torch.Tensor, ...]]
+) -> list[bool]:
+    """Of weights on one device. It is waited for once, unless a vector or a scale is bad: they are looked at together, as
+    they are many and small."""
+    scalars: dict[torch.dtype, list[torch.Tensor]] = {}
+    for scalar in (scalar for each in extremes for scalar in each):
+        scalars.setdefault(scalar.dtype, []).append(scalar)
+    values = {kind: iter(torch.stack(of).tolist()) for kind, of in scalars.items()}
+    vectors = [[v for v in (w.weight, w.scale) if v is not None and v.ndim == 1] for w in weights]
+    every = [vector for each in vectors for vector in each]
+    finite = not every or bool(torch.cat(every).isfinite().all())
+    return [
+        _is_bad(weight, [next(values[scalar.dtype]) for scalar in of])
+        or not (finite or all(bool(v.isfinite().all()) for v in of_weight))
+        for weight, of, of_weight in zip(weights, extremes, vectors)
+    ]

@@ -249,11 +249,6 @@ class ReadAhead:
         self._error: CheckpointError | None = None
         self._stopped = False
 
-    def begin(self) -> None:
-        """Make the buffers and begin to read, ahead of the first `take`."""
-        for _ in range(BUFFERS):
-            self._start()
-
     def is_next(self, chunk: Chunk) -> bool:
         """Whether `take` would give this one."""
         return self._taken < len(self._chunks) and self._chunks[self._taken] == chunk

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from engine.checkpoint.index import CheckpointIndex, TensorInfo, open_checkpoint
-from engine.checkpoint.read_ahead import ReadAhead, Wanted
+from engine.checkpoint.read_ahead import Wanted
 from engine.checkpoint.scales import Scales
 from engine.checkpoint.scheme import Scheme
 from engine.checkpoint.staging import TORCH_DTYPES, Staging
@@ -171,9 +171,9 @@ class CheckpointSource:
 
     def read_ahead(
         self, parts: Iterable[tuple[Part, Mapping[int, torch.device]]]
-    ) -> AbstractContextManager[ReadAhead]:
+    ) -> AbstractContextManager[Callable[[], None]]:
         """Inside, what the calls of `read_ranks` to come ask for is read ahead of them: these parts, for these devices, in
-        this order, from one thread."""
+        this order, from one thread. Gives what stops it, from any thread."""
         wanted, kinds = [], set()
         for part, devices in parts:
             wanted.append(self._wanted(part, devices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -31,14 +31,14 @@ class Staging:
         self._local = threading.local()
 
     @contextlib.contextmanager
-    def read_ahead(self, wanted: Iterable[Wanted], pinned: bool) -> Iterator[ReadAhead]:
+    def read_ahead(self, wanted: Iterable[Wanted], pinned: bool) -> Iterator[Callable[[], None]]:
         """Inside, what the calls of `read` to come ask for is read ahead of them: these, in this order, from one thread. A
-        `read` of something else reads for itself."""
+        `read` of something else reads for itself. Gives `ReadAhead.stop`."""
         assert self._ahead is None, "one load of a source at a time"
         chunks = [chunk for each in wanted for chunk in each.chunks(self._chunk_bytes)]
         self._ahead = ReadAhead(chunks, self._chunk_bytes, pinned)
         try:
-            yield self._ahead
+            yield self._ahead.stop
         finally:
             self._ahead.close()
             self._ahead = None

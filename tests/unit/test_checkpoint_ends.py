@@ -97,6 +97,17 @@ def test_a_file_that_shrinks_while_it_is_read(directory, tmp_path, monkeypatch):
         load_rank(specs, source, 0, "cpu", torch.float32)
 
 
+def interrupt_waiting(monkeypatch, interrupt) -> None:
+    """When the main thread waits for a future."""
+    result = Future.result
+
+    def wait(future, *args):
+        main = threading.current_thread() is threading.main_thread()
+        return interrupt() if main else result(future, *args)
+
+    monkeypatch.setattr(Future, "result", wait)
+
+
 @pytest.mark.parametrize("where", ["submit", "result"])
 def test_an_interrupted_load_makes_no_further_weight(monkeypatch, where):
     spec = WeightSpec("w", (Part("p", (1,), None, ()),))
@@ -124,7 +135,7 @@ def test_an_interrupted_load_makes_no_further_weight(monkeypatch, where):
     submitted: list[Future] = []
     monkeypatch.setattr(load_module, "ThreadPoolExecutor", Pool)
     if where == "result":
-        monkeypatch.setattr(Future, "result", interrupt)
+        interrupt_waiting(monkeypatch, interrupt)
     with pytest.raises(KeyboardInterrupt):
         load_rank([spec] * count, Slow(), 0, "cpu", torch.float32)
     assert len(submitted) == count and len(seen) < count / 2
@@ -146,8 +157,25 @@ def test_an_interrupted_load_ends_inside_a_weight(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Buffer, "finish", slow)
-    monkeypatch.setattr(Future, "result", interrupt)
+    interrupt_waiting(monkeypatch, interrupt)
     spec = WeightSpec("w", (Part("p", (400, 8), None, ()),))
     with pytest.raises(KeyboardInterrupt):
         load_rank([spec], source, 0, "cpu", torch.float32)
     assert 0 < len(finished) < 200
+
+
+def test_no_memory_for_a_weight_ends_the_load(directory, monkeypatch):
+    """While the weights before it are read."""
+    allocate, made = load_module._allocate, []
+
+    def third_fails(spec, *args):
+        made.append(spec)
+        if len(made) == 3:
+            raise torch.OutOfMemoryError("no room")
+        return allocate(spec, *args)
+
+    monkeypatch.setattr(load_module, "_allocate", third_fails)
+    before = threading.active_count()
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        load_rank(specs_of(directory), CheckpointSource(directory), 0, "cpu", torch.float32)
+    assert len(made) == 3 and threading.active_count() == before

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.fp8 import FP8_DTYPE
 from engine.checkpoint.index import open_checkpoint
-from engine.checkpoint.load import load_rank
+from engine.checkpoint.load import load_rank, load_ranks
 from engine.checkpoint.memory import weight_bytes
 from engine.checkpoint.read_ahead import Buffer
 from engine.checkpoint.source import CheckpointSource
@@ -323,3 +323,24 @@ def test_block_values_equal_transformers_dequantisation(plain, tmp_path):
             assert torch.equal(got, value.float()), name
             checked += 1
     assert checked == 14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_tensor_is_read_once(stored, monkeypatch, kind):
+    """Also the scales, which are looked at ahead of the weights."""
+    start, names = Buffer.start, []
+
+    def watched(self, chunks):
+        names.extend(chunk.info.name for _, chunk in chunks)
+        start(self, chunks)
+
+    monkeypatch.setattr(Buffer, "start", watched)
+    directory = stored[kind][0]
+    source = CheckpointSource(directory)
+    source.check_scales()
+    scales = [name for name in source.index.tensors if "_scale" in name]
+    assert sorted(names) == sorted(scales) and scales
+    devices = dict.fromkeys(range(2), "cpu")
+    specs = source.index.adapt(specs_of(directory, 2))
+    load_ranks(specs, source, devices, torch.bfloat16, None if kind == "block" else "fp8")
+    assert sorted(names) == sorted(source.index.tensors)

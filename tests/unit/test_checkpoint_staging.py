@@ -228,22 +228,11 @@ def test_no_more_is_read_ahead_than_there_are_buffers(headers, tensors, reads):
         assert len(reads) == 30
 
 
-def test_begin_reads_ahead_of_the_first_chunk(headers, tensors, reads):
-    order = [Wanted(headers["wide"], 0, {0: (i, i + 1)}) for i in range(30)]
-    staging = Staging(48)
-    with staging.read_ahead(order, pinned=False) as ahead:
-        ahead.begin()
-        assert len(reads) == BUFFERS
-        for wanted in order:
-            check(staging, wanted, tensors)
-        assert len(reads) == 30
-
-
 def test_stopping_ends_the_next_chunk(headers, tensors):
     staging, order = Staging(48), wanted_rows(headers, 4)
-    with staging.read_ahead(order, pinned=False) as ahead:
+    with staging.read_ahead(order, pinned=False) as stop:
         check(staging, order[0], tensors)
-        ahead.stop()
+        stop()
         with pytest.raises(CheckpointError, match="loading was stopped"):
             check(staging, order[1], tensors)
 
