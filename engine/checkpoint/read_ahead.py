@@ -28,7 +28,7 @@ from engine.errors import CheckpointError
 # 40 with 128 MB, 28 with 256 MB.
 CHUNK_BYTES = 16 << 20
 PIECE_BYTES = 2 << 20
-BUFFERS = 5  # about half of them are being read, the rest is on its way to the devices
+BUFFERS = 8  # about half of them are being read, the rest is on its way to the devices
 _ALIGNMENT = 256  # of a chunk in its buffer
 _Read = tuple[int, int, int, int]  # see `Reads.start`
 
