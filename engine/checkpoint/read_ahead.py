@@ -87,13 +87,11 @@ class Wanted:
 
 class Buffer:
     """Memory for some chunks at a time, pinned if it feeds CUDA devices. `start`, then for each of them: `finish`, use
-    `memory` from `at` on, `mark`."""
+    `bytes`, `mark`."""
 
     def __init__(self, nbytes: int, pinned: bool):
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.at = 0  # in memory, of the chunk that was finished last
-        self._views: dict[torch.dtype, torch.Tensor] = {torch.uint8: self.memory}
-        self._rows, self._rows_of = self.memory, (torch.uint8, 0, 0, 0)
         self._begin = self.memory.data_ptr()
         # Chunks that are not finished, and their reads.
         self._chunks: deque[tuple[int, Chunk, list[_Read]]] = deque()
@@ -149,16 +147,9 @@ class Buffer:
             raise _not_read(info, e) from None
         self._chunks.popleft()
 
-    def rows(self, dtype: torch.dtype, first: int, count: int, width: int) -> torch.Tensor:
-        """[count, width] from element `first` of the chunk that was finished last."""
-        if dtype not in self._views:
-            whole = self.memory.numel() // dtype.itemsize * dtype.itemsize
-            self._views[dtype] = self.memory[:whole].view(dtype)
-        which = dtype, self.at // dtype.itemsize + first, count, width
-        if which != self._rows_of:  # most chunks of a tensor lie alike
-            self._rows = self._views[dtype].as_strided((count, width), (width, 1), which[1])
-            self._rows_of = which
-        return self._rows
+    def bytes(self, first: int, last: int) -> torch.Tensor:
+        """Bytes [first, last) of the chunk that was finished last."""
+        return self.memory[self.at + first : self.at + last]
 
     @property
     def unfinished(self) -> bool:
