@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.checkpoint_fixtures import save_model
 from tests.unit.fakes import imported_by, write_model
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -105,6 +106,18 @@ def test_a_full_disk_is_one_line(directory):
     last = done.stderr.decode().splitlines()[-1]
     assert done.returncode == 2 and last.startswith("error: cannot write the output: No space")
     assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+
+
+def test_a_report_without_room_does_not_hide_that_the_checkpoint_is_whole(tmp_path):
+    source, made = save_model(tmp_path / "source"), tmp_path / "made"
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m engine.quantize {source} {made} > /dev/full"],
+        capture_output=True, env=ENV, timeout=120,
+    )  # fmt: skip
+    lines = done.stderr.decode().splitlines()
+    assert lines[0] == f"written: {made}" and (made / "config.json").is_file()
+    assert lines[1:] == ["error: cannot write the output: No space left on device"]
+    assert done.returncode == 2
 
 
 def test_a_real_process_answers(directory):
