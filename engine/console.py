@@ -120,9 +120,7 @@ def run(body: Callable[[], int]) -> int:
             raise
         asked = re.search(r"allocate (\d\S* \w+)", str(e))
         what = f"{asked[1]} are not to be had" if asked else "an allocation failed"
-        say(
-            f"error: out of memory: {what}; lower --max-num-seqs or --max-model-len, or take -q fp8"
-        )
+        say(f"error: out of memory: {what}; lower --max-num-seqs or --max-model-len")
         return 2
     except KeyboardInterrupt as e:
         say(str(e) or "interrupted")  # a batch knows more to say

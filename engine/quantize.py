@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from engine.console import Parser, check_above_zero, run
+from engine.console import Parser, check_above_zero, run, say
 from engine.errors import EngineError
 from engine.presets import PRESETS
 
@@ -45,8 +45,8 @@ def _main(argv: list[str] | None) -> int:
     errors = quantize_checkpoint(
         resolve_model(args.source, "SRC"), args.destination, int(args.shard_gb * 1e9)
     )
+    say(f"written: {args.destination}")  # before the report, which a full stdout may refuse
     print(report(errors))
-    print(f"written: {args.destination}")
     return 0
 
 

@@ -6,7 +6,7 @@ before the next op starts, so an exchange between ranks is a plain read of their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,8 +72,9 @@ class Interpreter:
                 self._dead[i].append(value)
 
     @torch.inference_mode()
-    def run(self, step: StepInput) -> StepOutput:
+    def run(self, step: StepInput, progress: Callable[[], object] | None = None) -> StepOutput:
         """One step. Prefill may be given fewer tokens than the graph's bucket: no padding is computed.
+        `progress` is called behind each op.
 
         Raises DeviceError if the winning logit is NaN.
         """
@@ -89,6 +90,8 @@ class Interpreter:
             for env in self.env:
                 for value in dead:
                     env.pop(value, None)
+            if progress is not None:
+                progress()
         output = self.graph.output
         logits = None if output is None else [env[output] for env in self.env]
         return StepOutput(self.tokens, logits)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from engine.checkpoint.load import Loaded
 from engine.checkpoint.memory import kv_bytes_per_token
@@ -23,6 +26,10 @@ from engine.runtime.executor import check_prompt
 from engine.runtime.phases import Phases
 from engine.runtime.state import new_state, rope_table
 from engine.sampling import GREEDY, Draw
+
+log = logging.getLogger("engine")
+
+BAR_AFTER_S = 1.0  # a prompt that is done before shows no bar
 
 
 class CpuExecutor:
@@ -73,6 +80,7 @@ class CpuExecutor:
         self._queue: deque[tuple[int, StepOutput]] = deque()
         self._last: tuple[int, StepOutput] | None = None
         self._steps = 0
+        self._prompted: set[int] = set()  # slots that have had a prompt
 
     def prefill(
         self, slot: int, token_ids: Sequence[int], start: int = 0, draw: Draw = GREEDY
@@ -135,7 +143,20 @@ class CpuExecutor:
             bucket = chunks(len(token_ids), prefill_buckets(self.max_model_len))[0][2]
         fp8 = self._fp8_prefill and bucket >= FP8_MIN_TOKENS
         program = self._program("prefill", 0, logits, fp8)
-        return program.run(StepInput(prompt=prompt, request=request))
+        self._prompted.add(slot)
+        with self._bar(len(token_ids), len(program.graph.ops)) as bar:
+            return program.run(StepInput(prompt=prompt, request=request), bar.update)
+
+    def _bar(self, tokens: int, ops: int) -> tqdm:
+        """A bar on stderr for a long prompt, where start-up is logged (not in the Python API, nor with --quiet), on
+        a terminal, and while no other slot has an answer: it would overwrite what the terminal shows of that.
+        """
+        shown = log.isEnabledFor(logging.INFO) and len(self._prompted) == 1
+        return tqdm(
+            total=ops, desc=f"prefill of {tokens} tokens", delay=BAR_AFTER_S, leave=False, miniters=1,
+            file=sys.stderr, disable=None if shown else True,  # None: unless on a terminal
+            bar_format="{desc}: {percentage:.0f} % |{bar}| {elapsed}",
+        )  # fmt: skip
 
     def _push(self, output: StepOutput) -> int:
         self._steps += 1

@@ -147,12 +147,14 @@ def _share(
 
 def _for_cpu(weights: dict[str, Loaded], dtype: torch.dtype) -> dict[str, Loaded]:
     """FP8 weights as `dtype` (the CPU converts e4m3 far too slowly to do it at every token), and lm_head in
-    fp32, so that logits are fp32 as on the GPU."""
-    result = {
-        name: loaded if loaded.scale is None
-        else Loaded((loaded.weight.float() * loaded.scale[:, None]).to(dtype))
-        for name, loaded in weights.items()
-    }  # fmt: skip
+    fp32, so that logits are fp32 as on the GPU. Takes each weight out of `weights`, so that both forms of one
+    matrix at most are held at a time."""
+    result = {}
+    for name in list(weights):
+        loaded = weights.pop(name)
+        if loaded.scale is not None:
+            loaded = Loaded(loaded.weight.float().mul_(loaded.scale[:, None]).to(dtype))
+        result[name] = loaded
     result["lm_head.weight"] = Loaded(result["lm_head.weight"].weight.float())
     return result
 

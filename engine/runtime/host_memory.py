@@ -35,15 +35,15 @@ def check_host_fit(
     quantization: str | None, max_model_len: int, fp8_kv: bool, available: int | None,
 ) -> None:  # fmt: skip
     """Raises EngineError if the weights of all ranks and one slot's KV cache need more than `available` bytes
-    (None: unknown, nothing is checked). Slots take their memory as they fill, so one is the least."""
+    (None: unknown, nothing is checked). Slots take their memory as they fill, so one is the least. FP8 weights are
+    expanded to `dtype` one by one (create.py), so they need what others do."""
     if available is None:
         return
     specs = list(specs)
 
     def weights_in(dtype: torch.dtype) -> int:
-        """FP8 weights are expanded to `dtype` beside the stored ones; lm_head gets an fp32 copy."""
-        stored = [None] if quantization is None else [None, quantization]
-        total = sum(weight_bytes(specs, rank, dtype, q) for rank in range(tp) for q in stored)
+        """lm_head gets an fp32 copy."""
+        total = sum(weight_bytes(specs, rank, dtype) for rank in range(tp))
         fp32 = 4 * config.vocab_size * config.hidden_size
         return total + (0 if dtype is torch.float32 else fp32)
 
@@ -59,7 +59,13 @@ def check_host_fit(
         advice = "use --dtype bfloat16 (slower on this CPU)"
     else:
         advice = "use a smaller model, or GPUs"
+    held = (
+        f" in {str(dtype).removeprefix('torch.')}, also with --quantization fp8"
+        if quantization
+        else ""
+    )
     raise EngineError(
-        f"{config.name} on the CPU needs {(weights + kv) / GIB:.1f} GiB of memory (weights {weights / GIB:.1f} GiB, "
-        f"KV cache of one slot {kv / GIB:.1f} GiB) and {available / GIB:.1f} GiB are available; {advice}"
+        f"{config.name} on the CPU needs {(weights + kv) / GIB:.1f} GiB of memory (weights "
+        f"{weights / GIB:.1f} GiB{held}, KV cache of one slot {kv / GIB:.1f} GiB) and "
+        f"{available / GIB:.1f} GiB are available; {advice}"
     )

@@ -149,9 +149,7 @@ def test_help_that_cannot_be_written_is_no_traceback(arguments):
 def test_out_of_memory_is_one_line(allocate, what, capsys):
     assert run(allocate) == 2
     err = capsys.readouterr().err
-    assert err == (
-        f"error: out of memory: {what}; lower --max-num-seqs or --max-model-len, or take -q fp8\n"
-    )
+    assert err == f"error: out of memory: {what}; lower --max-num-seqs or --max-model-len\n"
 
 
 def test_other_runtime_errors_are_not_hidden():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.checkpoint_fixtures import save_model
 from tests.unit.fakes import imported_by, write_model
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -60,13 +61,19 @@ def test_signals_end_a_run_cleanly(directory, number, code):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["generate", "--prompt", "x"], ["quantize", "none", "out"], ["autotune", "--model", "qwen2.5-7b", "--dry-run"]],
-)  # fmt: skip
-def test_ctrl_c_while_torch_is_imported(tmp_path, command):
-    name, *arguments = command
+    ("command", "code", "said"),
+    [
+        ("engine.generate --prompt x", 130, "interrupted\n"),
+        ("engine.quantize none out", 130, "interrupted\n"),
+        ("engine.autotune --model qwen2.5-7b --dry-run", 130, "interrupted\n"),
+        # torch is imported before their main, so the signal ends them: 130 for a shell
+        ("bench.gemv", -signal.SIGINT, ""),
+        ("bench.gemv_workers", -signal.SIGINT, ""),
+    ],
+)
+def test_ctrl_c_while_torch_is_imported(tmp_path, command, code, said):
     process = subprocess.Popen(
-        [sys.executable, "-m", f"engine.{name}", *arguments], cwd=tmp_path, stdout=subprocess.PIPE,
+        [sys.executable, "-m", *command.split()], cwd=tmp_path, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env={**ENV, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     maps = Path(f"/proc/{process.pid}/maps")
@@ -75,11 +82,19 @@ def test_ctrl_c_while_torch_is_imported(tmp_path, command):
             assert process.poll() is None, process.stderr.read().decode()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
-        assert process.returncode == 130, err
-        assert err == b"interrupted\n"
+        assert process.returncode == code, err
+        assert err.decode() == said
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_import_of_bench_leaves_ctrl_c_alone():
+    code = (
+        "import signal, bench; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.parametrize("name", ["generate", "quantize", "autotune"])
@@ -105,6 +120,18 @@ def test_a_full_disk_is_one_line(directory):
     last = done.stderr.decode().splitlines()[-1]
     assert done.returncode == 2 and last.startswith("error: cannot write the output: No space")
     assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+
+
+def test_a_report_without_room_does_not_hide_that_the_checkpoint_is_whole(tmp_path):
+    source, made = save_model(tmp_path / "source"), tmp_path / "made"
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m engine.quantize {source} {made} > /dev/full"],
+        capture_output=True, env=ENV, timeout=120,
+    )  # fmt: skip
+    lines = done.stderr.decode().splitlines()
+    assert lines[0] == f"written: {made}" and (made / "config.json").is_file()
+    assert lines[1:] == ["error: cannot write the output: No space left on device"]
+    assert done.returncode == 2
 
 
 def test_a_real_process_answers(directory):

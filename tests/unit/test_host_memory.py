@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from engine.checkpoint.load import Loaded
 from engine.config import EngineConfig, preset
 from engine.errors import EngineError
 from engine.runtime import create, host_memory
@@ -38,9 +40,37 @@ def test_a_model_that_cannot_fit_is_refused_before_loading(monkeypatch):
     message = r"needs 142.6 GiB .*weights 140.1 GiB.* 2.5 GiB\) and 22.0 GiB are .* smaller model"
     with pytest.raises(EngineError, match=message):
         create.create_cpu_executor(engine, preset(engine.model))
+    fp8 = replace(engine, quantization="fp8")
+    message = r"needs 142.6 GiB .*weights 140.1 GiB in bfloat16, also with --quantization fp8, KV"
+    with pytest.raises(EngineError, match=message):
+        create.create_cpu_executor(fp8, preset(engine.model))
     small = replace(engine, model="qwen2.5-0.5b")
     with pytest.raises(AssertionError, match="loaded"):
         create.create_cpu_executor(small, preset(small.model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_weights_are_expanded_one_by_one(dtype):
+    """Both forms of all of them together would need half as much again."""
+    alive: list[int] = []
+
+    class Watched(dict):
+        def pop(self, name):
+            alive.append(sum(ref() is not None for ref in stored))
+            return super().pop(name)
+
+    whole = {f"w{i}": torch.randn(8, 16).to(torch.float8_e4m3fn) for i in range(4)}
+    weights = Watched({name: Loaded(w, torch.rand(8)) for name, w in whole.items()})
+    weights["lm_head.weight"] = Loaded(torch.randn(4, 16).to(dtype))
+    want = {n: (w.float() * weights[n].scale[:, None]).to(dtype) for n, w in whole.items()}
+    stored = [weakref.ref(loaded.weight) for loaded in weights.values() if loaded.scale is not None]
+    whole.clear()
+    got = create._for_cpu(weights, dtype)
+    assert alive == [4, 3, 2, 1, 0]
+    assert list(got) == [*want, "lm_head.weight"]
+    assert got["lm_head.weight"].weight.dtype is torch.float32
+    for name, weight in want.items():
+        assert got[name].scale is None and torch.equal(got[name].weight, weight)
 
 
 def test_the_advice_makes_it_fit():

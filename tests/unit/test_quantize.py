@@ -200,8 +200,8 @@ def test_other_architectures_are_refused(source, tmp_path):
 
 def test_command_line(source, tmp_path, capsys):
     assert main([str(source), str(tmp_path / "out"), "--shard-gb", "0.0002"]) == 0
-    output = capsys.readouterr().out
-    assert "14 tensors; worst" in output and f"written: {tmp_path / 'out'}" in output
+    output, said = capsys.readouterr()
+    assert "14 tensors; worst" in output and f"written: {tmp_path / 'out'}\n" in said
     for arguments, message in (
         (
             [str(tmp_path / "none"), str(tmp_path / "x")],
