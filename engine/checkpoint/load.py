@@ -196,12 +196,12 @@ class LoadProgress:
 
     def __init__(self, total_bytes: int, label: str = "load"):
         self._bar = tqdm(
-            total=round(total_bytes / 1e9, 3), desc=label, unit="GB", file=sys.stderr,
+            total=total_bytes, desc=label, unit="GB", unit_scale=1e-9, file=sys.stderr,
             disable=None, bar_format="{desc}: {n:.1f}/{total:.1f} GB |{bar}| {elapsed}",
         )  # fmt: skip
 
     def __call__(self, nbytes: int) -> None:
-        self._bar.update(nbytes / 1e9)
+        self._bar.update(nbytes)
 
     def __enter__(self) -> LoadProgress:
         return self

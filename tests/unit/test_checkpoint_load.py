@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import sys
 import weakref
 from pathlib import Path
 
@@ -303,6 +305,20 @@ def test_progress_bar_is_silent_off_a_terminal(capfd):
     with LoadProgress(2_000_000_000) as bar:
         bar(1_000_000_000)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("error")  # tqdm's, of more bytes done than there are
+def test_progress_bar_ends_where_the_bytes_do(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with LoadProgress(2_345_678_401) as bar:
+        for _ in range(7):
+            bar(335_096_914)
+        bar(3)
+    assert "0.0/2.3 GB" in sys.stderr.getvalue() and "2.3/2.3 GB |####" in sys.stderr.getvalue()
 
 
 def test_loading_never_writes_to_the_files(directory):
