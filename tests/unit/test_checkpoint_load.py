@@ -314,10 +314,10 @@ def test_progress_bar_ends_where_the_bytes_do(monkeypatch):
             return True
 
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with LoadProgress(2_345_678_401) as bar:
+    with LoadProgress(2_345_123_401) as bar:
         for _ in range(7):
-            bar(335_096_914)
-        bar(3)
+            bar(335_017_628)
+        bar(5)
     assert "0.0/2.3 GB" in sys.stderr.getvalue() and "2.3/2.3 GB |####" in sys.stderr.getvalue()
 
 
