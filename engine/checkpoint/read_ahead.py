@@ -283,7 +283,9 @@ class ReadAhead:
         self._stopped = True
 
     def close(self) -> None:
-        """End what is being read, and close the files: an exception may keep this alive for long."""
+        """End what is being read, and close the files: an exception may keep this alive for long. Not for longer: its
+        traceback has this and the weights, which a cycle would keep until garbage is collected."""
+        self._error = None
         for buffer in self._buffers:
             buffer.close()
 
