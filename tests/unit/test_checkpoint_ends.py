@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import load as load_module
-from engine.checkpoint.load import load_rank
+from engine.checkpoint.load import load_rank, load_ranks
 from engine.checkpoint.read_ahead import Buffer
 from engine.checkpoint.source import CheckpointSource, WeightSource
 from engine.errors import CheckpointError
@@ -275,3 +275,31 @@ def test_weights_go_with_what_the_load_gave(directory, tmp_path, monkeypatch, en
         gc.enable()
     assert held and (ended == "done") == (end == "done") and not left
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.norm.weight"],
+        ["model.layers.1.self_attn.k_proj.bias"],  # in the middle of a vector, in pairs
+        ["model.layers.0.mlp.up_proj.weight"],  # every other row
+        ["model.layers.0.mlp.down_proj.weight"],  # columns of the last rank
+        ["lm_head.weight"],  # before the padding
+        ["model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"],
+    ],
+)
+def test_the_tensors_with_bad_values_are_named_and_no_other(
+    directory, tmp_path, names, value, quantization
+):
+    shutil.copytree(directory, tmp_path / "copy")
+    for file in (tmp_path / "copy").glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors.keys() & {*names}:
+            tensors[name].view(-1)[-1] = value
+        save_file(tensors, file)
+    devices = dict.fromkeys(range(4), "cpu")
+    source = CheckpointSource(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=rf"dtype's range\) in {', '.join(names)}$"):
+        load_ranks(specs_of(directory, 4), source, devices, torch.bfloat16, quantization)
