@@ -301,7 +301,8 @@ def _place(
 
 def _extremes(loaded: Loaded, beside: torch.cuda.Stream | None = None) -> tuple[torch.Tensor, ...]:
     """Scalars that tell whether a matrix has NaN or infinite values (`_is_bad`): no sum that could overflow, no mask as
-    large as it. beside: a stream to find them in, while the current one goes on."""
+    large as it. None of a vector or a scale: `_which_are_bad` looks at their values. beside: a stream to find them in,
+    while the current one goes on."""
     if not loaded.weight.numel() or loaded.weight.ndim == 1:
         return ()
     if beside is not None:
@@ -322,7 +323,7 @@ def _is_bad(loaded: Loaded, extremes: Sequence[float]) -> bool:
 
 def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:
     """Rows of the combined weight that each part fills."""
-    counts = [_local_rows(part, rank) for part in spec.parts]
+    counts = [_row_count(part, rank) for part in spec.parts]
     if spec.combine == "interleave":
         assert len(set(counts)) == 1, f"{spec.name}: interleaved parts of {counts} rows"
         return [slice(i, None, len(counts)) for i in range(len(counts))]
@@ -330,7 +331,7 @@ def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:
     return [slice(s, s + n) for s, n in zip(starts, counts)]
 
 
-def _local_rows(part: Part, rank: int) -> int:
+def _row_count(part: Part, rank: int) -> int:
     if part.axis != 0:
         return part.shape[0]
     start, stop = part.ranges[rank]
@@ -358,8 +359,8 @@ def _refuse_nonfinite(
 def _which_are_bad(
     weights: Sequence[Loaded], extremes: Sequence[tuple[torch.Tensor, ...]]
 ) -> list[bool]:
-    """Of weights on one device. It is waited for once, unless a vector or a scale is bad: they are looked at together, as
-    they are many and small."""
+    """Of weights on one device. It is waited for some times, not for each weight, unless a vector or a scale is bad: they
+    are looked at together, as they are many and small."""
     scalars: dict[torch.dtype, list[torch.Tensor]] = {}
     for scalar in (scalar for each in extremes for scalar in each):
         scalars.setdefault(scalar.dtype, []).append(scalar)

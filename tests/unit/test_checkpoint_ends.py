@@ -234,7 +234,8 @@ def test_an_interrupt_at_any_point_while_memory_is_found_ends_the_load():
 @pytest.mark.parametrize("end", ["done", "short", "nan", "source", "progress", "memory"])
 def test_weights_go_with_what_the_load_gave(directory, tmp_path, monkeypatch, end):
     """Or with its error: no cycle keeps a device's memory, the files or the buffers until garbage is collected."""
-    copy, allocate, held = tmp_path / "copy", load_module._allocate, []
+    copy, allocate = tmp_path / "copy", load_module._allocate
+    held: list[weakref.ref] = []
     shutil.copytree(directory, copy)
     source: WeightSource = CheckpointSource(copy, chunk_bytes=1 << 10)
     specs, file = specs_of(copy), max(copy.glob("*.safetensors"))
