@@ -18,8 +18,8 @@ from typing import Any
 _SIGEV_NONE, _LIO_NOWAIT = 1, 1
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 # Of the process, from its first read on. Plain reads want as many as there are cores, but transfers and the caller want
-# theirs: beside transfers to two H200s 53 GB/s with 12 on 32 cores and 42 with 16; of a whole load onto one H200 with 16
-# cores 38 with 10 and 35 with 12. Not below 4, as disks want several at once: 1.2 GB/s with 4 on 2 cores, 0.9 with 1.
+# theirs: of a load on 32 cores onto one and two H200s 45 and 54 GB/s with 10, 44 and 56 with 12, 44 and 52 with 14; with
+# 16 cores 12 were slower than 10. Not below 4, as disks want several at once: 1.2 GB/s with 4 on 2 cores, 0.9 with 1.
 THREADS = max(4, min(10, _CORES * 3 // 4))
 
 

@@ -10,8 +10,10 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
+from queue import SimpleQueue
 
 import torch
 from tqdm import tqdm
@@ -111,8 +113,9 @@ def load_ranks(
     # A mode of threads, and tensors made in it are filled in it.
     inference = torch.is_inference_mode_enabled()
 
-    # Memory is found while the first weights are read into what was found.
-    room: list[Future[dict[int, Loaded]]] = [Future() for _ in specs]
+    # Memory is found while the first weights are read into what was found; None: no more is. Not futures: Ctrl-C inside
+    # one's `set_result` leaves who waits for it asleep.
+    room: list[SimpleQueue[dict[int, Loaded] | None]] = [SimpleQueue() for _ in specs]
 
     def load(which: Iterable[int]) -> list[_Checks]:
         found = []
@@ -121,7 +124,9 @@ def load_ranks(
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
             for i in which:
-                held = room[i].result()
+                held = room[i].get()
+                if held is None:
+                    break
                 _fill(specs[i], source, held, where)
                 found.append({r: _extremes(held[r], beside.get(where[r])) for r in held})
                 if progress is not None:
@@ -137,21 +142,22 @@ def load_ranks(
         reads = (r for spec, of in zip(specs, own) for r in _reads(spec, source, of, quantization))
         # One job: each end of one wakes this thread, which then takes the GIL.
         reading, threads, jobs = source.read_ahead(reads), 1, [range(len(specs))]
+    held: list[dict[int, Loaded]] = []
     with reading as stop, ThreadPoolExecutor(threads) as pool:
         try:
-            futures = [pool.submit(load, job) for job in jobs]
-            for spec, of, found_here in zip(specs, own, room):
-                found_here.set_result(
+            checks = pool.map(load, jobs)
+            for spec, of, place in zip(specs, own, room):
+                held.append(
                     {r: _allocate(spec, r, device, dtype, quantization) for r, device in of.items()}
                 )
-            found = [each for future in futures for each in future.result()]
+                place.put(held[-1])
+            found = list(chain.from_iterable(checks))
         except BaseException:
             stop()
-            for each in room:
-                each.cancel()  # of those without a result: nobody waits for them any more
+            for place in room:
+                place.put(None)
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    held = [each.result() for each in room]
     for device in on_cuda:
         torch.cuda.synchronize(device)
     _refuse_nonfinite(specs, held, found)
@@ -295,7 +301,8 @@ def _place(
 
 def _extremes(loaded: Loaded, beside: torch.cuda.Stream | None = None) -> tuple[torch.Tensor, ...]:
     """Scalars that tell whether a matrix has NaN or infinite values (`_is_bad`): no sum that could overflow, no mask as
-    large as it. beside: a stream to find them in, while the current one goes on."""
+    large as it. None of a vector or a scale: `_which_are_bad` looks at their values. beside: a stream to find them in,
+    while the current one goes on."""
     if not loaded.weight.numel() or loaded.weight.ndim == 1:
         return ()
     if beside is not None:
@@ -316,7 +323,7 @@ def _is_bad(loaded: Loaded, extremes: Sequence[float]) -> bool:
 
 def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:
     """Rows of the combined weight that each part fills."""
-    counts = [_local_rows(part, rank) for part in spec.parts]
+    counts = [_row_count(part, rank) for part in spec.parts]
     if spec.combine == "interleave":
         assert len(set(counts)) == 1, f"{spec.name}: interleaved parts of {counts} rows"
         return [slice(i, None, len(counts)) for i in range(len(counts))]
@@ -324,7 +331,7 @@ def _rows_of_parts(spec: WeightSpec, rank: int) -> list[slice]:
     return [slice(s, s + n) for s, n in zip(starts, counts)]
 
 
-def _local_rows(part: Part, rank: int) -> int:
+def _row_count(part: Part, rank: int) -> int:
     if part.axis != 0:
         return part.shape[0]
     start, stop = part.ranges[rank]
@@ -352,8 +359,8 @@ def _refuse_nonfinite(
 def _which_are_bad(
     weights: Sequence[Loaded], extremes: Sequence[tuple[torch.Tensor, ...]]
 ) -> list[bool]:
-    """Of weights on one device. It is waited for once, unless a vector or a scale is bad: they are looked at together, as
-    they are many and small."""
+    """Of weights on one device. It is waited for some times, not for each weight, unless a vector or a scale is bad: they
+    are looked at together, as they are many and small."""
     scalars: dict[torch.dtype, list[torch.Tensor]] = {}
     for scalar in (scalar for each in extremes for scalar in each):
         scalars.setdefault(scalar.dtype, []).append(scalar)

@@ -149,15 +149,15 @@ class CheckpointSource:
         pieces: Pieces = {}
         for rank, device in devices.items():
             piece, scale = stored.pop(rank), None
-            if keep:
-                scale = self._scales.of_rows(part, local_rows(part, rank), device)
-                scale = _pad_scale(apply_layout(scale, part), part, rank)
-            elif is_fp8 and self._scheme.block:
+            if is_fp8 and self._scheme.block:
                 rows, columns = self._blocks(part, rank, device)
                 piece = piece.float().mul_(self._scales.of_blocks(part, device)[rows][:, columns])
             elif is_fp8:
-                scales = self._scales.of_rows(part, local_rows(part, rank), device)
-                piece = piece.float().mul_(scales[:, None])
+                of_rows = self._scales.of_rows(part, local_rows(part, rank), device)
+                if keep:
+                    scale = _pad_scale(apply_layout(of_rows, part), part, rank)
+                else:
+                    piece = piece.float().mul_(of_rows[:, None])
             if not straight:
                 piece = piece.view(torch.uint8) if keep else piece  # for torch.cat
                 piece = pad(apply_layout(piece, part), part, rank)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import shutil
+import sys
 import threading
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import load as load_module
-from engine.checkpoint.load import load_rank
+from engine.checkpoint.load import load_rank, load_ranks
 from engine.checkpoint.read_ahead import Buffer
-from engine.checkpoint.source import CheckpointSource
+from engine.checkpoint.source import CheckpointSource, WeightSource
 from engine.errors import CheckpointError
 from engine.weights import Part, WeightSpec
 from tests.unit.checkpoint_fixtures import save_model, specs_of
@@ -179,3 +183,124 @@ def test_no_memory_for_a_weight_ends_the_load(directory, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         load_rank(specs_of(directory), CheckpointSource(directory), 0, "cpu", torch.float32)
     assert len(made) == 3 and threading.active_count() == before
+
+
+def test_an_interrupt_at_any_point_while_memory_is_found_ends_the_load():
+    """Also just before, while and just after the other thread is told of it, which else waits for ever."""
+    specs = [WeightSpec(f"w{i}", (Part("p", (1,), None, ()),)) for i in range(3)]
+
+    class Ones:
+        def read(self, part, rank, device):
+            return torch.ones(1)
+
+    def ends_at(step: int) -> bool:
+        """Whether the load has that many steps."""
+        steps, finding = 0, False
+
+        def trace(frame, *_):
+            nonlocal steps, finding
+            finding = finding or frame.f_code is load_module._allocate.__code__
+            if finding and frame.f_code.co_name.startswith("result"):  # of what was loaded
+                sys.settrace(None)
+            elif finding:
+                steps += 1
+                if steps == step:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            load_rank(specs, Ones(), 0, "cpu", torch.float32)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    def body():
+        step = 1
+        while ends_at(step):
+            step += 1
+        assert step > 3 * len(specs)
+
+    child = multiprocessing.get_context("fork").Process(target=body, daemon=True)
+    child.start()
+    child.join(20)
+    child.kill()
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("end", ["done", "short", "nan", "source", "progress", "memory"])
+def test_weights_go_with_what_the_load_gave(directory, tmp_path, monkeypatch, end):
+    """Or with its error: no cycle keeps a device's memory, the files or the buffers until garbage is collected."""
+    copy, allocate = tmp_path / "copy", load_module._allocate
+    held: list[weakref.ref] = []
+    shutil.copytree(directory, copy)
+    source: WeightSource = CheckpointSource(copy, chunk_bytes=1 << 10)
+    specs, file = specs_of(copy), max(copy.glob("*.safetensors"))
+    if end == "short":
+        os.truncate(file, file.stat().st_size - 8)
+    elif end == "nan":
+        tensors = {name: tensor * float("nan") for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+        source = CheckpointSource(copy)
+
+    class Failing:
+        def read(self, part, rank, device):
+            raise CheckpointError("no such part")
+
+    def watched(*args):
+        if end == "memory" and len(held) == 3:
+            raise torch.OutOfMemoryError
+        loaded = allocate(*args)
+        held.append(weakref.ref(loaded.weight))
+        return loaded
+
+    def progress(_):
+        if end == "progress":
+            raise ValueError
+
+    monkeypatch.setattr(load_module, "_allocate", watched)
+    before = threading.active_count()
+    gc.disable()  # reference counts alone must free them
+    try:
+        load_rank(
+            specs, Failing() if end == "source" else source, 0, "cpu", torch.float32, None, progress
+        )
+        ended = "done"
+    except (CheckpointError, ValueError, torch.OutOfMemoryError) as e:
+        ended = str(e)
+    finally:
+        left = [each() for each in held if each() is not None]
+        gc.enable()
+    assert held and (ended == "done") == (end == "done") and not left
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.norm.weight"],
+        ["model.layers.1.self_attn.k_proj.bias"],  # in the middle of a vector, in pairs
+        ["model.layers.0.mlp.up_proj.weight"],  # every other row
+        ["model.layers.0.mlp.down_proj.weight"],  # columns of the last rank
+        ["lm_head.weight"],  # before the padding
+        ["model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"],
+    ],
+)
+def test_the_tensors_with_bad_values_are_named_and_no_other(
+    directory, tmp_path, names, value, quantization
+):
+    shutil.copytree(directory, tmp_path / "copy")
+    for file in (tmp_path / "copy").glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors.keys() & {*names}:
+            tensors[name].view(-1)[-1] = value
+        save_file(tensors, file)
+    devices = dict.fromkeys(range(4), "cpu")
+    source = CheckpointSource(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=rf"dtype's range\) in {', '.join(names)}$"):
+        load_ranks(specs_of(directory, 4), source, devices, torch.bfloat16, quantization)
