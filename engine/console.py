@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from engine.errors import DeviceError, EngineError
@@ -184,7 +185,8 @@ def log_to_stderr(quiet: bool) -> None:
 
 def _handle_signals() -> dict[int, Any]:
     """The first Ctrl-C unwinds (devices are given back), in CLEAN_END_S at most; the second ends the process
-    at once. SIGTERM and SIGHUP (the terminal is closed) likewise; not SIGHUP under nohup.
+    at once. SIGTERM and SIGHUP (the terminal is closed) likewise; not SIGHUP under nohup. While a module is imported
+    the first ends the process too: torch's C code drops what a handler raises, and then the command would go on.
 
     Returns the handlers that were there; only the main thread may set any.
     """
@@ -192,12 +194,17 @@ def _handle_signals() -> dict[int, Any]:
         return {}
 
     def interrupt(number, frame):
+        if _importing(frame):
+            say("interrupted")
+            os._exit(130)
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
         _watchdog.start(130)
         raise KeyboardInterrupt
 
     def terminate(number, frame):
         code = 128 + number
+        if _importing(frame):
+            os._exit(code)
         signal.signal(number, lambda *_: os._exit(code))
         _watchdog.start(code)
         raise SystemExit(code)
@@ -206,3 +213,12 @@ def _handle_signals() -> dict[int, Any]:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         handlers[signal.SIGHUP] = terminate
     return {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether an import is under way in this frame or below it."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from engine.checkpoint.fp8 import FP8_DTYPE, FP8_MAX
 from engine.checkpoint.index import INDEX, CheckpointIndex, open_checkpoint
@@ -106,8 +107,6 @@ def quantize_checkpoint(
 
 
 def _write_shards(index: CheckpointIndex, work: Path, shard_bytes: int) -> list[LayerError]:
-    from safetensors.torch import save_file
-
     errors: list[LayerError] = []
     shards = _plan_shards(index, shard_bytes)
     weight_map: dict[str, str] = {}

@@ -89,10 +89,33 @@ def test_ctrl_c_while_torch_is_imported(tmp_path, command, code, said):
         process.wait()
 
 
-def test_an_import_of_bench_leaves_ctrl_c_alone():
-    code = (
-        "import signal, bench; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+@pytest.mark.parametrize(
+    "number, code, said", [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_a_module_that_drops_the_interrupt_cannot_keep_the_command(tmp_path, number, code, said):
+    """As torch's C code does while it imports numpy."""
+    (tmp_path / "torch.py").write_text(
+        "import time\n"
+        "print('importing', flush=True)\n"
+        "try:\n    time.sleep(60)\nexcept BaseException:\n    pass\n"
     )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.generate", "--prompt", "x", "--device", "cpu"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**ENV, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"},
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=4)  # the watchdog would end it after 5 s
+        assert (process.returncode, err) == (code, said)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_import_of_bench_leaves_ctrl_c_alone():
+    code = "import signal as s; old = s.getsignal(s.SIGINT); import bench; print(old is s.getsignal(s.SIGINT))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("True\n", "")
 
