@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rows import load
+from bench.scorecard_summary import CELLS, regimes
 from engine.console import Parser, run
 from engine.model.exchange import prediction_table
 
@@ -132,6 +133,24 @@ def _end_to_end(rows: list[Row], shards: bool = False) -> str:
     return _table([*header, "TTFT ms", "start-up s", "baseline tok/s"], lines) + _foot(rows)
 
 
+def _scorecard(rows: list[Row]) -> str:
+    lines = []
+    for weights, degree, what, found in regimes(rows):
+        cells = [found.get(cell) for cell in CELLS]
+        share = (cells[2] or {}).get("share")
+        lines.append(
+            [
+                weights,
+                f"{degree}",
+                what,
+                *(_number(c["value"]) if c else "" for c in cells),
+                _share(share),
+            ]
+        )
+    header = ["weights", "TP", "what", "TTFT ms, 512 tokens", "2048", "decode tok/s at 512"]
+    return _table([*header, "at 8192", "share of the roof"], lines) + _foot(rows)
+
+
 def _foot(rows: list[Row]) -> str:
     """Where and when the rows were measured."""
     places = sorted(
@@ -244,7 +263,7 @@ def _other(rows: list[Row]) -> str:
 
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "end-to-end": _end_to_end,
-    "scorecard": _end_to_end,
+    "scorecard": _scorecard,
     "shards": lambda rows: _end_to_end(rows, shards=True),
     "ttft": lambda rows: _grid(rows, "ttft_p50_ms", "context"),
     "decode-attention": lambda rows: _grid(_attention(rows, "decode"), "attention_us", "context"),

@@ -23,12 +23,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from bench.rows import Rows
 from bench.scorecard_parts import CONTEXTS, PROMPTS, RUNS, SOAK_PROMPTS, SOAK_TOKENS, TOKENS
+from bench.scorecard_summary import DEGREES, FAILED, summary
 from engine.config import ModelConfig, preset
 from engine.console import Parser, check_above_zero, run
 from engine.errors import EngineError
@@ -38,7 +37,6 @@ from engine.model.calibrate import PRIOR
 from engine.model.exchange import predicted
 
 MODEL = "qwen2.5-72b"
-DEGREES = (1, 2, 4, 8)
 GPU_BYTES = 141e9  # of an H200; weights may take WEIGHT_SHARE of it
 WEIGHT_SHARE = 0.85
 TIME_LIMIT_S = 570.0
@@ -47,10 +45,8 @@ LEAST_S = 15.0  # a section with less than that left is not begun
 # Of a start beyond its weights: Python, links, kernels compiled for a degree that no cache holds, capture.
 START_S, START_RANK_S, GB_S = 20.0, 1.0, 7.0
 VIRTUAL_S, BASELINES_S = 25.0, 30.0
-FAILED = ("section_failed", "part_failed")
 SHOWN = 4000  # characters of a section's output on the terminal; all of it is in $OUT/scorecard.log
 PROFILE_STEPS, PROFILE_PREFILLS = 300, 60  # replays of both phases' profiles, bare and marked
-TARGETS = ((8, "fp8", 300.0), (8, "none", 190.0))  # tok/s at CONTEXTS[0] (issue F)
 
 
 @dataclass(frozen=True)
@@ -265,77 +261,6 @@ def _run(section: Section, folder: Path, limit: float) -> tuple[str, str | None]
         text = log.read()
     last = " | ".join(line for line in text.strip().splitlines()[-3:] if line.strip())[-300:]
     return text, None if code == 0 else f"{why}: {last}"
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each regime, forecasts marked, and what issue F asks for beside what was found."""
-    lines = [f"{'weights':<8}{'TP':>3}  {'what':<44}" + "".join(
-        f"{head:>14}" for head in ("TTFT 512 ms", "TTFT 2048 ms", "tok/s at 512", "tok/s at 8k")
-    ) + f"{'roof':>7}{'syncs':>7}"]  # fmt: skip
-    regimes: dict[tuple, dict[tuple, dict[str, Any]]] = {}
-    for row in rows:
-        forecast = row["metric"].startswith("predicted_")
-        metric = row["metric"].removeprefix("predicted_")
-        if metric in ("ttft_ms", "decode_tok_s", "host_syncs_per_request"):
-            degree = row["shard_of"] or row["tp"]
-            what = "measured"
-            if forecast:
-                what = row["algorithm"].replace("PREDICTION", "PREDICTED")
-            elif row["shard_of"]:
-                what = f"one rank's share on {row['tp']} GPU(s)"
-            key = (row["quantization"], degree, forecast, what)
-            regimes.setdefault(key, {})[(metric, row["context"])] = row
-    for (quantization, degree, _, what), found in sorted(regimes.items(), key=lambda r: r[0]):
-        cells = [found.get(c) for c in (("ttft_ms", 512), ("ttft_ms", 2048), ("decode_tok_s", 512),
-                                        ("decode_tok_s", 8192))]  # fmt: skip
-        share = (cells[2] or {}).get("share")
-        syncs = found.get(("host_syncs_per_request", CONTEXTS[0]))
-        lines.append(
-            f"{'FP8' if quantization == 'fp8' else 'BF16':<8}{degree:>3}  {what:<44}"
-            + "".join(f"{c['value']:>14.1f}" if c else f"{'-':>14}" for c in cells)
-            + (f"{share:>7.0%}" if share else f"{'':>7}")
-            + (f"{syncs['value']:>7.0f}" if syncs else f"{'':>7}")
-        )
-    for row in rows:
-        if row["metric"] in ("predicted_decode_tok_s", "predicted_ttft_ms"):
-            what = (
-                f"{row['quantization']} TP{row['tp']}, {row['metric'].removeprefix('predicted_')}"
-            )
-            lines.append(
-                f"PREDICTED {what} at {row['context']}: {row['value']:.4g} {row['unit']} = "
-                f"{row['assumptions']}; the model alone says {row['baseline']['value']:.4g}"
-            )
-    lines += verdicts(rows)
-    failed = [r["algorithm"] for r in rows if r["metric"] in FAILED]
-    lines += [f"not measured: {text}" for text in failed]
-    return "\n".join(lines)
-
-
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Does decode rise with the degree, are the targets met; forecasts say so."""
-    rates: dict[tuple[str, int], tuple[float, str]] = {}
-    for row in rows:
-        if row["context"] == CONTEXTS[0] and not row["shard_of"]:
-            key = (row["quantization"], row["tp"])
-            if row["metric"] == "decode_tok_s":
-                rates[key] = (row["value"], "measured")
-            elif row["metric"] == "predicted_decode_tok_s":
-                rates.setdefault(key, (row["value"], "PREDICTED"))
-    lines = []
-    for quantization in ("fp8", "none"):
-        line = [(tp, *rates[quantization, tp]) for tp in DEGREES if (quantization, tp) in rates]
-        if len(line) > 1:
-            rising = all(b[1] > a[1] for a, b in pairwise(line))
-            text = ", ".join(f"TP{tp} {value:.1f} ({how})" for tp, value, how in line)
-            lines.append(f"{quantization}: decode {'rises' if rising else 'DOES NOT RISE'}: {text}")
-    for tp, quantization, least in TARGETS:
-        if (quantization, tp) in rates:
-            value, how = rates[quantization, tp]
-            met = "reached" if value >= least else "MISSED"
-            lines.append(
-                f"target {quantization} TP{tp} {least:.0f} tok/s: {met}, {value:.1f} ({how})"
-            )
-    return lines
 
 
 def main(argv: list[str] | None = None) -> int:

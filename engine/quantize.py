@@ -30,7 +30,10 @@ def _main(argv: list[str] | None) -> int:
     )
     parser.add_argument("destination", metavar="DST", type=Path, help="directory to write")
     parser.add_argument(
-        "--shard-gb", type=float, default=5.0, help="largest file, in GB (default 5)"
+        "--shard-gb",
+        type=float,
+        default=5.0,
+        help="largest file, in GB, unless one tensor is larger (default 5)",
     )
     args = parser.parse_args(argv)
     check_above_zero("--shard-gb", args.shard_gb)

@@ -62,7 +62,7 @@ def materialize(
     loaded = _allocate(spec, rank, where[rank], dtype, quantization)
     held = {rank: loaded}
     _fill(spec, source, held, where)
-    _refuse_nonfinite([spec], [held], [{rank: _extremes(loaded)}])
+    _refuse_nonfinite(source, [spec], [held], [{rank: _extremes(loaded)}])
     return loaded
 
 
@@ -160,7 +160,7 @@ def load_ranks(
             raise
     for device in on_cuda:
         torch.cuda.synchronize(device)
-    _refuse_nonfinite(specs, held, found)
+    _refuse_nonfinite(source, specs, held, found)
     ranks = {}
     for rank, alias in aliases.items():
         loaded = {spec.name: of[rank] for spec, of in zip(specs, held) if rank in of}
@@ -339,7 +339,10 @@ def _row_count(part: Part, rank: int) -> int:
 
 
 def _refuse_nonfinite(
-    specs: Sequence[WeightSpec], held: Sequence[Mapping[int, Loaded]], checks: Sequence[_Checks]
+    source: WeightSource,
+    specs: Sequence[WeightSpec],
+    held: Sequence[Mapping[int, Loaded]],
+    checks: Sequence[_Checks],
 ) -> None:
     """CheckpointError that names the HF tensors with values that are NaN or infinite."""
     bad: dict[str, None] = {}
@@ -351,8 +354,9 @@ def _refuse_nonfinite(
             wrong_parts = _which_are_bad(parts, [_extremes(part) for part in parts])
             bad.update({p.name: None for p, w in zip(specs[i].parts, wrong_parts) if w})
     if bad:
+        where = f"{source.index.directory}: " if isinstance(source, CheckpointSource) else ""
         raise CheckpointError(
-            f"NaN or infinite values (or beyond the dtype's range) in {first_few(list(bad))}"
+            f"{where}NaN or infinite values (or beyond the dtype's range) in {first_few(list(bad))}"
         )
 
 

@@ -234,8 +234,9 @@ def test_nan_in_an_fp8_weight(broken):
         tensors[UP] = tensors[UP].clone()
         tensors[UP].view(torch.uint8)[3, 4] = 0xFF
 
-    with pytest.raises(CheckpointError, match=f"NaN or infinite values .* in {UP}$"):
-        load(broken("channel", edit), 0, 1)
+    directory = broken("channel", edit)
+    with pytest.raises(CheckpointError, match=f"^{directory}: NaN or infinite values .* in {UP}$"):
+        load(directory, 0, 1)
 
 
 def test_scales_of_activations_and_cache_are_read_past(broken):

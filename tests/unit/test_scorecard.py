@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench import render, scorecard, scorecard_parts
+from bench import render, scorecard, scorecard_parts, scorecard_summary
 from bench.deployment import parse
 from bench.rows import Rows
 from bench.scorecard import Scorecard, Section, plan
@@ -113,10 +113,10 @@ def test_a_section_that_fails_is_a_row_and_costs_no_other(tmp_path, monkeypatch)
         ("late", "section_failed"),
         ("good", "all_reduce_us"), ("good", "section_s"),
     ]  # fmt: skip
-    reasons = {r["section"]: r["algorithm"] for r in card.rows.rows if r["metric"] in scorecard.FAILED}  # fmt: skip
+    reasons = {r["section"]: r["algorithm"] for r in card.rows.rows if r["metric"] in scorecard_summary.FAILED}  # fmt: skip
     assert "exit code 1" in reasons["raise"] and "no such link" in reasons["raise"]
     assert "out of time after 12 s" in reasons["hang"] and "no time" in reasons["late"]
-    assert "not measured: late: no time" in scorecard.summary(card.rows.rows)
+    assert "not measured: late: no time" in scorecard_summary.summary(card.rows.rows)
 
     resumed = Scorecard(tmp_path)  # keeps what is whole, and does the rest again
     assert resumed.done == {"good"}
@@ -146,13 +146,15 @@ def test_a_forecast_is_marked_and_never_a_measurement(metric, value, ranks):
     slower = forecast["value"] < value if metric == "decode_tok_s" else forecast["value"] > value
     assert slower, "the whole node exchanges among more ranks"
 
-    text = scorecard.summary([share, forecast])
+    text = scorecard_summary.summary([share, forecast])
     [line] = [line for line in text.splitlines() if "  8  PREDICTED" in line]
     assert "one rank's share" in line
     assert forecast["assumptions"] in text, "printed beside the figure"
     if metric == "decode_tok_s":
         assert "(PREDICTED)" in text.splitlines()[-1], "a target met on paper says so"
     assert forecast["algorithm"] not in render.TABLES["end-to-end"]([share, forecast])
+    table = render.TABLES["scorecard"]([share, forecast]).splitlines()
+    assert "one rank's share on" in table[2] and "PREDICTED from one rank's share" in table[3]
     assert render.TABLES["end-to-end"]([forecast]) == render.TABLES["end-to-end"]([])
     assert usable([share, forecast], metric, gpu_named("h200")) == [], "nothing is fitted to it"
 
@@ -187,9 +189,9 @@ def test_the_verdicts_name_what_falls_and_what_misses():
         return {"metric": metric, "quantization": "fp8", "tp": tp, "shard_of": None, "context": 512, "value": value}  # fmt: skip
 
     rising = [row(1, 55.0), row(2, 102.0), row(8, 310.0, "predicted_decode_tok_s")]
-    lines = scorecard.verdicts(rising)
+    lines = scorecard_summary.verdicts(rising)
     assert lines[0].startswith("fp8: decode rises") and "TP8 310.0 (PREDICTED)" in lines[0]
     assert lines[1] == "target fp8 TP8 300 tok/s: reached, 310.0 (PREDICTED)"
-    lines = scorecard.verdicts([*rising, row(8, 38.0)])
+    lines = scorecard_summary.verdicts([*rising, row(8, 38.0)])
     assert "DOES NOT RISE" in lines[0] and "TP8 38.0 (measured)" in lines[0]
     assert "MISSED" in lines[1]
