@@ -34,7 +34,7 @@ from engine.checkpoint.quantize import LINEAR, QUANTIZATION_CONFIG
 from engine.checkpoint.source import CheckpointSource
 from engine.config import ModelConfig, preset, with_layers
 from engine.console import Parser, check_above_zero, run
-from engine.errors import EngineError
+from engine.errors import CheckpointError, EngineError
 from engine.graph import weight_specs
 
 BLOCK = 8 << 20  # bytes of one read of the plain reader
@@ -181,11 +181,13 @@ def measure(options: argparse.Namespace) -> int:
     config = preset(options.model)
     if options.layers:
         config = with_layers(config, options.layers)
-    if (options.dir / INDEX).is_file():
-        print(f"{options.dir} holds a checkpoint: it is loaded as it is", flush=True)
-    else:
+    held = (options.dir / INDEX).is_file()
+    if not held:
         make_checkpoint(options, config)
     index = open_checkpoint(options.dir)
+    if held:
+        form = index.quantization or "16-bit"
+        print(f"{options.dir} holds a checkpoint ({form}): it is loaded as it is", flush=True)
     cuda = torch.cuda.is_available()
     if not cuda:
         print("no CUDA device: this loads onto the CPU; no rows are written", flush=True)
@@ -194,7 +196,11 @@ def measure(options: argparse.Namespace) -> int:
         for r in range(options.tp)
     }
     specs = index.adapt(weight_specs(config, options.tp))
-    index.check(list(specs.values()))
+    try:
+        index.check(list(specs.values()))
+    except CheckpointError as e:
+        what = f"{config.num_layers} layers of {options.model}"
+        raise EngineError(f"--dir holds another checkpoint than {what}: {e}") from None
     if cuda:
         for device in set(devices.values()):  # contexts are not part of loading
             torch.zeros(1, device=device)

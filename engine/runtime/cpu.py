@@ -153,9 +153,9 @@ class CpuExecutor:
         """
         shown = log.isEnabledFor(logging.INFO) and len(self._prompted) == 1
         return tqdm(
-            total=ops, desc=f"prefill of {tokens} tokens", delay=BAR_AFTER_S, leave=False, miniters=1,
+            total=ops, desc=f"a prefill of {tokens} tokens", delay=BAR_AFTER_S, leave=False, miniters=1,
             file=sys.stderr, disable=None if shown else True,  # None: unless on a terminal
-            bar_format="{desc}: {percentage:.0f} % |{bar}| {elapsed}",
+            bar_format="{percentage:3.0f} % of {desc} |{bar}| {elapsed}",
         )  # fmt: skip
 
     def _push(self, output: StepOutput) -> int:

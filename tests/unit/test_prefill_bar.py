@@ -40,7 +40,7 @@ def shown(tmp_path, monkeypatch, caplog):
 
 def test_a_long_prompt_shows_a_bar_on_a_terminal(shown):
     text = shown(logging.INFO, Terminal())
-    assert "prefill of 3 tokens: 0 %" in text and text.count(": 100 %") == 1
+    assert "  0 % of a prefill of 3 tokens" in text and text.count("100 % of") == 1
     assert "\n" not in text and text.rstrip(" ").endswith("\r"), "it is taken away at the end"
 
 
@@ -57,4 +57,4 @@ def test_a_short_prompt_shows_nothing(shown, monkeypatch):
 
 def test_a_bar_does_not_overwrite_another_answer(shown):
     text = shown(logging.INFO, Terminal(), prompts=2)
-    assert text.count(": 100 %") == 1
+    assert text.count("100 % of") == 1
