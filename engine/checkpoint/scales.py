@@ -58,10 +58,9 @@ class Scales:
 
     def _read(self) -> torch.Tensor:
         tensors = self._index.tensors
+        # As vectors; a scalar is one of length 1.
         found = {
-            name: replace(
-                scale, shape=(math.prod(scale.shape),)
-            )  # a scalar is a vector of length 1
+            name: replace(scale, shape=(math.prod(scale.shape),))
             for name, info in tensors.items()
             if self._index.is_fp8(name) and (scale := scale_of(info, tensors)) is not None
         }
