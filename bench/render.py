@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.rows import load
+from bench.rows import load, weights_of
 from bench.scorecard_summary import CELLS, regimes
 from engine.console import Parser, run
 from engine.model.exchange import prediction_table
@@ -109,7 +109,7 @@ def _end_to_end(rows: list[Row], shards: bool = False) -> str:
     for group in _deployments(rows, shards):
         decode = group["decode_tok_s"]
         baseline = decode["baseline"]
-        weights = "FP8" if decode["quantization"] == "fp8" else "BF16"
+        weights = weights_of(decode)
         weights += ", FP8 KV" if decode.get("kv_cache_dtype") == "fp8" else ""
         other = ""
         if baseline:

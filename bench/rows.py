@@ -6,12 +6,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.bench.rows import IDENTITY, RESULTS, Rows, environment, identity, load, merge
 from engine.console import Parser, run
 from engine.errors import EngineError
 
-__all__ = ["IDENTITY", "RESULTS", "Rows", "environment", "identity", "load", "merge"]
+__all__ = ["IDENTITY", "RESULTS", "Rows", "environment", "identity", "load", "merge", "weights_of"]
+
+
+def weights_of(row: dict[str, Any]) -> str:
+    """Of a row's model, as tables name them."""
+    return "FP8" if row["quantization"] == "fp8" else "BF16"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

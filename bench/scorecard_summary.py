@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
+from bench.rows import weights_of
 from bench.scorecard_parts import CONTEXTS
 
 DEGREES = (1, 2, 4, 8)
@@ -27,11 +29,12 @@ def regimes(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, str, Found]]
                 what = row["algorithm"].replace("PREDICTION", "PREDICTED")
             elif row["shard_of"]:
                 what = f"one rank's share on {row['tp']} GPU(s)"
-            weights = "FP8" if row["quantization"] == "fp8" else "BF16"
-            key = (weights, row["shard_of"] or row["tp"], forecast, what)
+            key = (row["quantization"], row["shard_of"] or row["tp"], forecast, what)
             found.setdefault(key, {})[metric, row["context"]] = row
-    order = sorted(found.items(), key=lambda regime: (regime[0][0] == "BF16", *regime[0][1:]))
-    return [(weights, degree, what, cells) for (weights, degree, _, what), cells in order]
+    return [
+        (weights_of(next(iter(cells.values()))), degree, what, cells)
+        for (_, degree, _, what), cells in sorted(found.items(), key=itemgetter(0))
+    ]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:

@@ -124,13 +124,13 @@ def load_ranks(
             for stream in streams:
                 stack.enter_context(torch.cuda.stream(stream))
             for i in which:
-                held = room[i].get()
-                if held is None:
+                weights = room[i].get()
+                if weights is None:
                     break
-                _fill(specs[i], source, held, where)
-                found.append({r: _extremes(held[r], beside.get(where[r])) for r in held})
+                _fill(specs[i], source, weights, where)
+                found.append({r: _extremes(weights[r], beside.get(where[r])) for r in weights})
                 if progress is not None:
-                    for loaded in held.values():
+                    for loaded in weights.values():
                         progress(loaded.nbytes)
         return found
 

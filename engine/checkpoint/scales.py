@@ -49,10 +49,10 @@ class Scales:
 
     def _all_on(self, device: torch.device) -> torch.Tensor:
         with self._lock:
+            cpu = torch.device("cpu")
+            if cpu not in self._on:
+                self._on[cpu] = self._read()
             if device not in self._on:
-                cpu = torch.device("cpu")
-                if cpu not in self._on:
-                    self._on[cpu] = self._read()
                 self._on[device] = self._on[cpu].to(device)
             return self._on[device]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -30,6 +31,13 @@ def expected(prompt: Sequence[int], count: int, vocab: int = VOCAB, seed: int = 
     for _ in range(count):
         history.append(next_token(history, vocab, seed))
     return history[len(prompt) :]
+
+
+class Terminal(io.StringIO):
+    """What is written to it, as to a terminal."""
+
+    def isatty(self):
+        return True
 
 
 class FakeExecutor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import sys
 import weakref
 from pathlib import Path
@@ -23,6 +22,7 @@ from engine.checkpoint.source import CheckpointSource, WeightSource
 from engine.errors import CheckpointError, EngineError
 from engine.weights import Part, WeightSpec
 from tests.unit.checkpoint_fixtures import save_model, specs_of
+from tests.unit.fakes import Terminal
 
 TP = (1, 2, 4, 8)
 
@@ -309,10 +309,6 @@ def test_progress_bar_is_silent_off_a_terminal(capfd):
 
 @pytest.mark.filterwarnings("error")  # tqdm's, of more bytes done than there are
 def test_progress_bar_ends_where_the_bytes_do(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     monkeypatch.setattr(sys, "stderr", Terminal())
     with LoadProgress(2_345_123_401) as bar:
         for _ in range(7):

@@ -12,12 +12,7 @@ from tqdm import tqdm
 
 from engine import LLM, SamplingParams
 from engine.runtime import cpu
-from tests.unit.fakes import write_model
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+from tests.unit.fakes import Terminal, write_model
 
 
 @pytest.fixture
